@@ -1,0 +1,1 @@
+"""`ckptsync demo`: the main job, end to end, on one machine and in real processes."""

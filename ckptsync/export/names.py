@@ -1,0 +1,68 @@
+"""Names as an engine knows them: what wrappers put in front is taken off, by a documented list."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ..errors import DuplicateName
+
+WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Parts that torch.compile, FSDP and activation checkpointing add, anywhere in a name. No model uses them
+itself."""
+
+LEADING_WRAPPERS = WRAPPERS | {"module"}
+"""Parts taken off the front of a name as well: `module` is DistributedDataParallel's, but further in it may
+be the model's own."""
+
+_LAYER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Clean names by original name, in order, and the wrapper parts that were taken off."""
+
+    clean: Mapping[str, str]
+    removed: tuple[str, ...]
+
+
+def clean_name(name: str) -> str:
+    """`module._orig_mod.layers.0.weight` -> `layers.0.weight`."""
+    parts = name.split(".")
+    while len(parts) > 1 and parts[0] in LEADING_WRAPPERS:
+        del parts[0]
+    return ".".join(part for part in parts if part not in WRAPPERS)
+
+
+def clean_names(names: Iterable[str]) -> Names:
+    """Raises DuplicateName, with both originals, if two names become one."""
+    clean: dict[str, str] = {}
+    owner: dict[str, str] = {}
+    removed: set[str] = set()
+    for name in names:
+        short = clean_name(name)
+        if short in owner:
+            raise DuplicateName(
+                f"{owner[short]!r} and {name!r} are both {short!r} once wrapper names are taken off"
+            )
+        owner[short] = name
+        clean[name] = short
+        if short != name:
+            removed |= LEADING_WRAPPERS.intersection(name.split(".")) - set(short.split("."))
+    return Names(clean, tuple(sorted(removed)))
+
+
+def layer_order(names: Iterable[str]) -> list[str]:
+    """The names in the order of their layers, for dicts that were sorted as text (`layers.10` before
+    `layers.2`).
+
+    Stacks of layers stay where they first appear, and the order inside a layer is kept.
+    """
+    stacks: dict[str, int] = {}
+    keys: dict[str, tuple[int, int]] = {}
+    for name in names:
+        found = _LAYER.search(name)
+        stack = name[: found.start()] + "." if found else name
+        keys[name] = (stacks.setdefault(stack, len(stacks)), int(found[1]) if found else 0)
+    return sorted(keys, key=keys.__getitem__)

@@ -1,0 +1,108 @@
+"""Writing files of a LocalStore: temporary name, O_DIRECT, fsync, then rename or link, then fsync of the
+folder."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+
+from ..digest import Bytes
+from . import direct
+from .pipeline import Pipeline
+from .retry import translated
+
+# What link() says where the file system has no hard links (FAT, some FUSE) or the file has too many.
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS)
+
+
+class LocalWriter:
+    """See Writer. Full chunks go out with O_DIRECT from an aligned bounce buffer, the tail through the page
+    cache."""
+
+    def __init__(
+        self, action: str, folder: int, temporary: str, name: str, fd: int, *, direct_io: bool
+    ) -> None:
+        self._action = action
+        self._folder = folder
+        self._temporary = temporary
+        self._name = name
+        self._fd = fd
+        self._direct = direct_io and direct.switch(fd, True)
+        # Two workers: extending direct writes go one at a time in ext4, and the second already waits there.
+        self._pipeline = Pipeline(self._put, part_size=direct.CHUNK, workers=2, allocate=direct.aligned)
+
+    def write(self, data: Bytes) -> None:
+        """See Writer.write. StoreFull names a used-up quota as such."""
+        translated(self._action, lambda: self._pipeline.write(data))
+
+    def commit(self) -> None:
+        """See Writer.commit."""
+        translated(self._action, self._commit)
+
+    def commit_new(self) -> bool:
+        """`commit`, but AlreadyExists if the name is taken. False, and nothing done, where there are no
+        links."""
+        return translated(self._action, self._commit_new)
+
+    def abort(self) -> None:
+        """See Writer.abort. Also after a commit, where it does nothing."""
+        self._pipeline.cancel()
+        if self._folder < 0:
+            return
+        with contextlib.suppress(OSError):
+            self._close_file()
+        with contextlib.suppress(OSError):
+            os.unlink(self._temporary, dir_fd=self._folder)
+        self._close_folder()
+
+    def _put(self, index: int, part: memoryview) -> None:
+        try:
+            direct.write_all(self._fd, part, index * direct.CHUNK)
+        except OSError as error:
+            if error.errno not in direct.REFUSED:
+                raise
+            direct.switch(self._fd, False)
+            direct.write_all(self._fd, part, index * direct.CHUNK)
+
+    def _commit(self) -> None:
+        self._seal()
+        os.rename(self._temporary, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+        os.fsync(self._folder)
+        self._close_folder()
+
+    def _commit_new(self) -> bool:
+        self._seal()
+        try:
+            os.link(
+                self._temporary, self._name,
+                src_dir_fd=self._folder, dst_dir_fd=self._folder, follow_symlinks=False,
+            )  # fmt: skip
+        except OSError as error:
+            if error.errno in _NO_LINKS:
+                return False
+            raise
+        os.unlink(self._temporary, dir_fd=self._folder)
+        os.fsync(self._folder)
+        self._close_folder()
+        return True
+
+    def _seal(self) -> None:
+        """All bytes durable under the temporary name."""
+        index, tail = self._pipeline.finish()
+        if self._direct:
+            direct.switch(self._fd, False)
+        direct.write_all(self._fd, tail, index * direct.CHUNK)
+        os.fsync(self._fd)
+        self._close_file()
+
+    def _close_file(self) -> None:
+        """NFS reports a failed write at close at the latest, so its error counts."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _close_folder(self) -> None:
+        folder, self._folder = self._folder, -1
+        if folder >= 0:
+            os.close(folder)

@@ -1,0 +1,48 @@
+"""Paths inside a store, and the names of writers' temporary files."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+
+from ..errors import InvalidName
+
+_TEMPORARY = ".ckptsync-tmp."
+
+
+def parts_of(path: str) -> tuple[str, ...]:
+    """`a/b/c` in its parts. Raises InvalidName for what is absolute, empty, or could lead outside the
+    root."""
+    parts = tuple(path.split("/"))
+    if any(part in ("", ".", "..") or "\0" in part for part in parts):
+        raise InvalidName(f"{path!r} is not a plain relative path")
+    if any(is_temporary(part) for part in parts):
+        raise InvalidName(f"{path!r}: names that begin with {_TEMPORARY} are those of files in the making")
+    return parts
+
+
+def temporary_name() -> str:
+    """Unique to this call, so that no two writers share one; it tells whose it is when that writer has
+    died."""
+    host = socket.gethostname().replace("/", "_")[:64]
+    return f"{_TEMPORARY}{host}.{os.getpid()}.{secrets.token_hex(8)}"
+
+
+def is_temporary(name: str) -> bool:
+    return name.startswith(_TEMPORARY)
+
+
+def writer_is_alive(name: str) -> bool:
+    """Whether the process that made this temporary name runs on this host. Other hosts are not known:
+    False."""
+    host, _, rest = name.removeprefix(_TEMPORARY).rpartition(".")[0].rpartition(".")
+    if host != socket.gethostname().replace("/", "_")[:64] or not rest.isdigit():
+        return False
+    try:
+        os.kill(int(rest), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it runs, as another user
+        return True
+    return True

@@ -1,0 +1,291 @@
+"""S3 and its look-alikes, through s3fs's client but with our own transfers.
+
+s3fs sends parts in waves (one slow part holds up all), copies each body twice, does not retry reading a body,
+and asks for an object's size before each read. Here parts flow, bodies go straight into the caller's buffer,
+and one request opens and reads a small file. Credentials, sessions and endpoints are s3fs's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import fsspec.asyn
+
+from ..digest import Bytes
+from ..errors import AlreadyExists, BadShard, InvalidInput, NotFound, StoreError, StoreUnavailable
+from . import direct
+from .base import Entry
+from .paths import parts_of
+from .pipeline import Pipeline
+from .remote import RemoteStore
+from .retry import retrying, translated
+from .translate import http_status
+from .views import target
+
+_MIN_PART = 5 << 20  # S3 refuses smaller parts, except the last
+_FIRST_READ = 64 << 10
+_RANGE = 64 << 20
+_sync: Any = fsspec.asyn.sync  # it is not typed
+
+
+class S3Store(RemoteStore):
+    """An S3 bucket and prefix as a store.
+
+    `part_size` bytes are one part of an upload, of which `in_flight` are on the way at a time: a writer holds
+    at most `2 * in_flight + 1` parts in memory. Other options are s3fs's (key, secret, token, anon,
+    endpoint_url, profile, client_kwargs, config_kwargs, ...); without them, the usual AWS variables and files
+    count.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        deadline: float = 30.0,
+        part_size: int = 16 << 20,
+        in_flight: int = 4,
+        **options: Any,
+    ) -> None:
+        if part_size < _MIN_PART or in_flight < 1:
+            raise InvalidInput(f"part_size must be at least {_MIN_PART} and in_flight at least 1")
+        super().__init__(url, deadline=deadline, **_bounded(options))
+        self.part_size = part_size
+        self.in_flight = in_flight
+        self.bucket, _, self._prefix = url.partition("://")[2].strip("/").partition("/")
+        if not self.bucket:
+            raise InvalidInput(f"{self.url} names no bucket")
+
+    def list(self, folder: str = "") -> Iterator[Entry]:
+        """See Store.list. Page by page."""
+        prefix = "".join(f"{part}/" for part in (self._prefix, *(parts_of(folder) if folder else ())) if part)
+        more: dict[str, Any] = {}
+        while True:
+            page = self.call("list", folder, "list_objects_v2", Prefix=prefix, **more)
+            for item in page.get("Contents", []):
+                path = item["Key"].removeprefix(f"{self._prefix}/" if self._prefix else "")
+                if not path.endswith("/"):  # an empty object that some tools make to show a folder
+                    yield Entry(path, item["Size"], item["LastModified"].timestamp())
+            if not page.get("IsTruncated"):
+                return
+            more = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def open(self, path: str) -> S3Reader:
+        """See Store.open."""
+        return S3Reader(self, path)
+
+    def write(self, path: str) -> S3Writer:
+        """See Store.write. One put for what fits a part, else a multipart upload."""
+        return S3Writer(self, path)
+
+    def delete(self, path: str) -> None:
+        """See Store.delete."""
+        self.call("delete", path, "delete_object", Key=self.key(path))
+
+    def sweep(self, folder: str, grace: float) -> int:
+        """Abort uploads below `folder` that were begun more than `grace` seconds ago; the number of them."""
+        prefix = "".join(f"{part}/" for part in (self._prefix, *(parts_of(folder) if folder else ())) if part)
+        page = self.call("sweep", folder, "list_multipart_uploads", Prefix=prefix)
+        old = [
+            upload for upload in page.get("Uploads", [])
+            if upload["Key"].startswith(prefix) and time.time() - upload["Initiated"].timestamp() > grace
+        ]  # fmt: skip
+        for upload in old:
+            with contextlib.suppress(NotFound):
+                self.call(
+                    "sweep", folder, "abort_multipart_upload", Key=upload["Key"], UploadId=upload["UploadId"]
+                )
+        return len(old)
+
+    def key(self, path: str) -> str:
+        return "/".join((self._prefix, *parts_of(path)) if self._prefix else parts_of(path))
+
+    def call(self, verb: str, path: str, method: str, *, body: Bytes | None = None, **arguments: Any) -> Any:
+        """One S3 request, retried while it is transient. A body is sent as a stream of its bytes."""
+        return retrying(
+            self._say(verb, path), lambda: self._request(method, body, arguments), deadline=self.deadline
+        )
+
+    def _request(self, method: str, body: Bytes | None, arguments: dict[str, Any]) -> Any:
+        # BytesIO: aiohttp warns of large bytes objects, and botocore takes no memoryview.
+        extra = {} if body is None else {"Body": io.BytesIO(body)}
+        return self._client()[0].call_s3(method, Bucket=self.bucket, **arguments, **extra)
+
+    def _create(self, path: str, data: bytes) -> None:
+        try:
+            self._request("put_object", data, {"Key": self.key(path), "IfNoneMatch": "*"})
+        except OSError as error:
+            # 409 means that another conditional put is going on, and it may yet fail: only a file is an
+            # answer.
+            if http_status(error) == 409 and self.stored_size(path) is None:
+                raise StoreUnavailable(f"{self._say('create', path)}: another create is going on") from error
+            raise
+
+    def stored_size(self, path: str) -> int | None:
+        """Size in bytes of what is there, or None."""
+        try:
+            size: int = self.call("look at", path, "head_object", Key=self.key(path))["ContentLength"]
+        except NotFound:
+            return None
+        return size
+
+    def _connect(self) -> tuple[Any, str]:
+        fs, root = super()._connect()
+        fs.retries = 1  # s3fs's own loop; ours is the only one
+        return fs, root
+
+
+class S3Reader:
+    """See Reader. Opening reads the first 64 KiB, which is all of a small file."""
+
+    def __init__(self, store: S3Store, path: str) -> None:
+        self._store = store
+        self._action = store._say("read", path)
+        self._key = store.key(path)
+        self._start, self._size, self._etag = retrying(self._action, self._open, deadline=store.deadline)
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def readinto(self, offset: int, buffer: memoryview) -> None:
+        """See Reader.readinto."""
+        view = target(self._action, offset, buffer, self.size)
+        if offset + len(view) <= len(self._start):
+            view[:] = self._start[offset : offset + len(view)]
+            return
+        for start in range(0, len(view), _RANGE):
+            self._fill(offset + start, view[start : start + _RANGE])
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def _open(self) -> tuple[bytes, int, str]:
+        fs, _ = self._store._client()
+        first = memoryview(bytearray(_FIRST_READ))
+        request = {"Bucket": self._store.bucket, "Key": self._key, "Range": f"bytes=0-{_FIRST_READ - 1}"}
+        try:
+            answer, count = _sync(fs.loop, _get, fs, request, first)
+        except OSError as error:
+            if http_status(error) == 416:  # no byte 0: an empty object
+                return b"", 0, ""
+            raise
+        total = answer.get("ContentRange", "").rpartition("/")[2] or answer["ContentLength"]
+        return bytes(first[:count]), int(total), answer.get("ETag", "")
+
+    def _fill(self, offset: int, view: memoryview) -> None:
+        """A body that broke off is gone on with where it ended."""
+        done = 0
+
+        def read() -> None:
+            nonlocal done
+            fs, _ = self._store._client()
+            span = f"bytes={offset + done}-{offset + len(view) - 1}"
+            request = {"Bucket": self._store.bucket, "Key": self._key, "Range": span, "IfMatch": self._etag}
+            received = [0]
+            try:
+                _sync(fs.loop, _get, fs, request, view[done:], received)
+            finally:
+                done += received[0]
+            if done < len(view):
+                raise StoreUnavailable(f"{self._action}: the answer ended at byte {offset + done}")
+
+        try:
+            retrying(self._action, read, deadline=self._store.deadline)
+        except AlreadyExists as error:  # 412: the ETag is another one now
+            raise BadShard(f"{self._action}: it was replaced while it was read") from error
+
+
+class S3Writer:
+    """See Writer."""
+
+    def __init__(self, store: S3Store, path: str) -> None:
+        self._store = store
+        self._path = path
+        self._key = store.key(path)
+        self._action = store._say("write", path)
+        self._lock = threading.Lock()
+        self._upload = ""
+        self._parts: dict[int, str] = {}
+        self._size = 0
+        self._pipeline = Pipeline(
+            self._send, part_size=store.part_size, workers=store.in_flight, allocate=direct.aligned
+        )
+
+    def write(self, data: Bytes) -> None:
+        """See Writer.write."""
+        self._size += memoryview(data).nbytes
+        translated(self._action, lambda: self._pipeline.write(data))
+
+    def commit(self) -> None:
+        """See Writer.commit."""
+        index, tail = self._pipeline.finish()
+        if not self._upload:
+            self._call("put_object", body=tail)
+            return
+        self._send(index, tail)
+        try:
+            self._call(
+                "complete_multipart_upload", UploadId=self._upload, MultipartUpload={"Parts": self._listed()}
+            )
+        except NotFound:
+            # No such upload: an earlier try completed it and its answer was lost, if the object is there.
+            if self._store.stored_size(self._path) != self._size:
+                raise
+        self._upload = ""
+
+    def abort(self) -> None:
+        """See Writer.abort. One try: if the server is away, `sweep` finds the upload later."""
+        self._pipeline.cancel()
+        upload, self._upload = self._upload, ""
+        if upload:
+            arguments = {"Key": self._key, "UploadId": upload}
+            with contextlib.suppress(StoreError, NotFound):
+                translated(
+                    self._action, lambda: self._store._request("abort_multipart_upload", None, arguments)
+                )
+
+    def _send(self, index: int, part: memoryview) -> None:
+        with self._lock:
+            if not self._upload:
+                self._upload = self._call("create_multipart_upload")["UploadId"]
+        answer = self._call("upload_part", body=part, UploadId=self._upload, PartNumber=index + 1)
+        self._parts[index + 1] = answer["ETag"]
+
+    def _listed(self) -> list[dict[str, Any]]:
+        return [{"PartNumber": number, "ETag": etag} for number, etag in sorted(self._parts.items())]
+
+    def _call(self, method: str, *, body: Bytes | None = None, **arguments: Any) -> Any:
+        return self._store.call("write", self._path, method, body=body, Key=self._key, **arguments)
+
+
+async def _get(fs: Any, request: dict[str, Any], into: memoryview, received: list[int] | None = None) -> Any:
+    """One ranged GET into `into`: the answer and the number of bytes. `received` counts them also when it
+    fails."""
+    count = [0] if received is None else received
+    answer = await fs._call_s3("get_object", **request)
+    body = answer["Body"]
+    try:
+        while count[0] < len(into) and (chunk := await body.read(1 << 20)):
+            into[count[0] : count[0] + len(chunk)] = chunk
+            count[0] += len(chunk)
+    finally:
+        body.close()
+    return answer, count[0]
+
+
+def _bounded(options: dict[str, Any]) -> dict[str, Any]:
+    """Timeouts in seconds and one try per request, for retry.py does the rest. What the user set stays.
+
+    Bodies are not hashed for the signature: over TLS they need not be, over plain HTTP it is most of an
+    upload's CPU (SHA-256 at 1.2 GB/s), and the CRC32 that the server verifies stays.
+    """
+    given = dict(options.get("config_kwargs") or {})
+    s3 = {"payload_signing_enabled": False, **(given.pop("s3", None) or {})}
+    retries = {"mode": "standard", "total_max_attempts": 1}
+    defaults = {"connect_timeout": 5, "read_timeout": 20, "max_pool_connections": 32, "retries": retries}
+    return {**options, "config_kwargs": {**defaults, **given, "s3": s3}}

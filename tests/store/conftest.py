@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from ckptsync.store import Store, open_store
+
+KINDS = ["disk", "shm", "memory", pytest.param("s3", marks=pytest.mark.s3)]
+
+
+@pytest.fixture(params=KINDS)
+def root(request: pytest.FixtureRequest, tmp_path) -> Iterator[Callable[[], Store]]:
+    """Opens the same empty root again and again, each time as another client would."""
+    with contextlib.ExitStack() as stack:
+        options = None
+        if request.param == "disk":
+            url = str(tmp_path / "root")
+        elif request.param == "shm":
+            url = tempfile.mkdtemp(dir="/dev/shm")
+            stack.callback(shutil.rmtree, url)
+        elif request.param == "memory":
+            url = f"memory://{uuid.uuid4().hex}/root"
+        else:
+            url, options = request.getfixturevalue("s3_root")
+        yield lambda: open_store(url, options=options)
+
+
+@pytest.fixture
+def store(root: Callable[[], Store]) -> Store:
+    return root()

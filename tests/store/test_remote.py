@@ -1,0 +1,516 @@
+"""Stores behind fsspec, against a real S3 server; faults are made between s3fs and the network, or by the
+server."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+import time
+import uuid
+
+import fsspec
+import pytest
+
+from ckptsync.errors import (
+    AlreadyExists,
+    BadShard,
+    InvalidInput,
+    NotFound,
+    StoreDenied,
+    StoreError,
+    StoreUnavailable,
+)  # fmt: skip
+from ckptsync.store import Store, open_store, put_bytes, read_bytes
+from ckptsync.store.remote import RemoteStore
+from ckptsync.store.s3 import S3Store
+from tests.servers import seaweed
+from tests.servers.fixtures import S3Root
+
+pytestmark = pytest.mark.s3
+MIB = 1 << 20
+
+
+@pytest.fixture
+def store(s3_root: S3Root) -> S3Store:
+    return S3Store(s3_root.url, **s3_root.options)
+
+
+def names(store: Store) -> list[str]:
+    return sorted(entry.path for entry in store.list(""))
+
+
+def uploads(store: S3Store) -> int:
+    found = store.call("list", "", "list_multipart_uploads", Prefix=store.key("x")[:-1])
+    return len(found.get("Uploads", []))
+
+
+class Interposed:
+    """Stands between the store and its client: records every request, and lets `fault` raise before or after
+    it."""
+
+    def __init__(self, store: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        self.before = lambda method: None
+        self.after = lambda method: None
+        fs, _ = store._client()
+        real = fs._call_s3
+
+        async def call(method, *args, **kwargs):
+            self.calls.append(method)
+            self.before(method)
+            answer = await real(method, *args, **kwargs)
+            self.after(method)
+            return answer
+
+        monkeypatch.setattr(fs, "_call_s3", call)
+        monkeypatch.setattr(fs, "call_s3", lambda *a, **k: fsspec.asyn.sync(fs.loop, call, *a, **k))
+
+
+def once(method: str, error: Exception):
+    """Raises `error` at the first call of `method`."""
+    left = [error]
+
+    def fault(called: str) -> None:
+        if called == method and left:
+            raise left.pop()
+
+    return fault
+
+
+def always(method: str, error: Exception):
+    def fault(called: str) -> None:
+        if called == method:
+            raise error
+
+    return fault
+
+
+# What it costs
+
+
+def test_case_40_a_commit_is_one_put_and_nothing_is_renamed_or_copied(store: S3Store, monkeypatch) -> None:
+    wire = Interposed(store, monkeypatch)
+    put_bytes(store, "data/v1/shard.bin", bytes(33 * MIB))
+    store.create("manifests/v1.json", b"{}")
+    assert wire.calls == [
+        "create_multipart_upload", "upload_part", "upload_part", "upload_part", "complete_multipart_upload",
+        "put_object",
+    ]  # fmt: skip
+
+
+def test_a_small_file_is_read_with_one_request(store: S3Store, monkeypatch) -> None:
+    put_bytes(store, "head.json", b"{}")
+    wire = Interposed(store, monkeypatch)
+    assert read_bytes(store, "head.json", 100) == b"{}"
+    assert wire.calls == ["get_object"]
+
+
+def test_uploads_are_not_hashed_for_the_signature_unless_asked_for(store: S3Store, s3_root: S3Root) -> None:
+    given = {"s3": {"payload_signing_enabled": True}, "read_timeout": 7}
+    other = S3Store(s3_root.url, **s3_root.options, config_kwargs=given)
+    for made, signed, timeout in ((store, False, 20), (other, True, 7)):
+        config = made._options["config_kwargs"]
+        assert config["s3"]["payload_signing_enabled"] is signed
+        assert config["read_timeout"] == timeout
+    put_bytes(other, "file", b"x")
+    assert read_bytes(store, "file", 1) == b"x"
+
+
+def test_memory_in_an_upload_is_bounded(s3_root: S3Root, monkeypatch) -> None:
+    store = S3Store(s3_root.url, **s3_root.options, part_size=5 * MIB, in_flight=2)
+    lock, now, most = threading.Lock(), [0], [0]
+    real = store.call
+
+    def counting(verb, path, method, **kwargs):
+        with lock:
+            now[0] += method == "upload_part"
+            most[0] = max(most[0], now[0])
+        try:
+            return real(verb, path, method, **kwargs)
+        finally:
+            with lock:
+                now[0] -= method == "upload_part"
+
+    monkeypatch.setattr(store, "call", counting)
+    put_bytes(store, "file", bytes(32 * MIB))
+    assert most == [2]
+    assert [entry.size for entry in store.list("")] == [32 * MIB]
+
+
+# Lost answers and lost races
+
+
+def test_case_44_a_create_whose_answer_was_lost_is_already_there(store: S3Store, monkeypatch) -> None:
+    """The channel then reads the file back and finds its own nonce."""
+    wire = Interposed(store, monkeypatch)
+    wire.after = once("put_object", TimeoutError())
+    with pytest.raises(AlreadyExists):
+        store.create("manifests/v1.json", b'{"nonce": "mine"}')
+    assert read_bytes(store, "manifests/v1.json", 100) == b'{"nonce": "mine"}'
+
+
+def test_case_44_a_create_that_never_gets_an_answer_is_unknown(s3_root: S3Root, monkeypatch) -> None:
+    store = S3Store(s3_root.url, **s3_root.options, deadline=0.3)
+    wire = Interposed(store, monkeypatch)
+    wire.before = always("put_object", TimeoutError())
+    with pytest.raises(StoreUnavailable, match=r"create .*v1\.json.*gave up after"):
+        store.create("manifests/v1.json", b"x")
+
+
+def test_a_conflict_with_a_create_that_then_failed_is_tried_again(store: S3Store, monkeypatch) -> None:
+    """409 says that another conditional put is going on, not that it will succeed."""
+    from botocore.exceptions import ClientError
+
+    conflict = {"Error": {"Code": "ConditionalRequestConflict"}, "ResponseMetadata": {"HTTPStatusCode": 409}}
+    wire = Interposed(store, monkeypatch)
+    wire.before = once("put_object", _os_error(ClientError(conflict, "PutObject")))
+    store.create("manifests/v1.json", b"mine")
+    assert wire.calls == ["put_object", "head_object", "put_object"]
+    wire.before = once("put_object", _os_error(ClientError(conflict, "PutObject")))
+    with pytest.raises(AlreadyExists):
+        store.create("manifests/v1.json", b"other")
+
+
+def _os_error(cause: Exception) -> OSError:
+    """As s3fs raises it."""
+    error = OSError(16, "conflict")
+    error.__cause__ = cause
+    return error
+
+
+def test_an_upload_whose_completion_lost_its_answer_is_complete(store: S3Store, monkeypatch) -> None:
+    wire = Interposed(store, monkeypatch)
+    wire.after = once("complete_multipart_upload", TimeoutError())
+    put_bytes(store, "data/shard.bin", bytes(20 * MIB))
+    assert [entry.size for entry in store.list("")] == [20 * MIB]
+
+
+def test_an_upload_that_somebody_swept_fails(store: S3Store) -> None:
+    writer = store.write("data/shard.bin")
+    writer.write(bytes(40 * MIB))
+    time.sleep(0.01)
+    while not (writer._upload and store.sweep("data", grace=-60)):
+        pass
+    with pytest.raises((NotFound, StoreError)):
+        writer.commit()
+    writer.abort()
+    assert names(store) == []
+
+
+@pytest.mark.parametrize("method", ["create_multipart_upload", "upload_part", "complete_multipart_upload"])
+def test_one_failed_request_of_an_upload_is_repeated(store: S3Store, monkeypatch, method: str) -> None:
+    wire = Interposed(store, monkeypatch)
+    wire.before = once(method, ConnectionResetError())
+    data = os.urandom(MIB) * 40
+    put_bytes(store, "data/shard.bin", data)
+    reader = store.open("data/shard.bin")
+    back = bytearray(len(data))
+    reader.readinto(0, memoryview(back))
+    assert back == data
+
+
+def test_an_upload_that_fails_is_aborted(s3_root: S3Root, monkeypatch) -> None:
+    store = S3Store(s3_root.url, **s3_root.options, deadline=0.2)
+    wire = Interposed(store, monkeypatch)
+    wire.before = always("upload_part", ConnectionResetError())
+    with pytest.raises(StoreUnavailable, match="write"):
+        put_bytes(store, "data/shard.bin", bytes(40 * MIB))
+    assert uploads(store) == 0
+    assert names(store) == []
+
+
+def test_case_17_uploads_of_the_dead_are_swept_after_the_grace_time(store: S3Store) -> None:
+    dead = store.write("data/v1/shard.bin")
+    dead.write(bytes(40 * MIB))
+    dead._pipeline.finish()
+    assert uploads(store) == 1
+    assert store.sweep("data", grace=3600) == 0
+    assert store.sweep("manifests", grace=-60) == 0
+    assert store.sweep("data", grace=-60) == 1
+    assert uploads(store) == 0
+
+
+# Reading
+
+
+def test_a_body_that_breaks_off_is_gone_on_with(store: S3Store, monkeypatch) -> None:
+    from aiobotocore.response import AioStreamingBody
+
+    data = os.urandom(MIB) * 24
+    put_bytes(store, "data/shard.bin", data)
+    reader = store.open("data/shard.bin")
+    wire = Interposed(store, monkeypatch)
+    real, reads = AioStreamingBody.read, []
+
+    async def breaking(self, amt=None):
+        reads.append(amt)
+        if len(reads) == 5:
+            raise ConnectionResetError("peer went away")
+        return await real(self, amt)
+
+    monkeypatch.setattr(AioStreamingBody, "read", breaking)
+    back = bytearray(len(data))
+    reader.readinto(0, memoryview(back))
+    assert back == data
+    assert wire.calls == ["get_object", "get_object"]
+
+
+def test_a_body_that_ends_early_is_gone_on_with(store: S3Store, monkeypatch) -> None:
+    from aiobotocore.response import AioStreamingBody
+
+    data = os.urandom(MIB) * 8
+    put_bytes(store, "data/shard.bin", data)
+    reader = store.open("data/shard.bin")
+    real, reads = AioStreamingBody.read, []
+
+    async def ending(self, amt=None):
+        reads.append(amt)
+        return b"" if len(reads) == 3 else await real(self, amt)
+
+    monkeypatch.setattr(AioStreamingBody, "read", ending)
+    back = bytearray(len(data))
+    reader.readinto(0, memoryview(back))
+    assert back == data
+
+
+def test_a_file_that_is_replaced_while_it_is_read_is_a_bad_shard(store: S3Store) -> None:
+    put_bytes(store, "file", b"a" * MIB)
+    reader = store.open("file")
+    put_bytes(store, "file", b"b" * MIB)
+    with pytest.raises(BadShard, match="replaced"):
+        reader.readinto(0, memoryview(bytearray(MIB)))
+
+
+# Credentials and settings
+
+
+def test_a_wrong_secret_is_denied_quickly_and_not_repeated_in_messages(s3_root: S3Root) -> None:
+    store = open_store(s3_root.url, options={**s3_root.options, "secret": "wrong-and-private"})
+    began = time.monotonic()
+    for call in (
+        lambda: list(store.list("")),
+        lambda: store.open("head.json"),
+        lambda: put_bytes(store, "head.json", b"x"),
+        lambda: store.create("epochs/e1", b"x"),
+        lambda: store.delete("head.json"),
+    ):
+        with pytest.raises(StoreDenied) as caught:
+            call()
+        assert "private" not in str(caught.value) + repr(caught.value) + repr(store)
+    assert time.monotonic() - began < 10
+
+
+def test_no_credentials_at_all_are_denied(s3_root: S3Root, monkeypatch) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, os.devnull)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    options = {"endpoint_url": s3_root.options["endpoint_url"]}
+    for extra in ({}, {"anon": True}):
+        with pytest.raises(StoreDenied):
+            put_bytes(open_store(s3_root.url, options={**options, **extra}), "file", b"x")
+
+
+def test_the_usual_environment_variables_are_enough(s3_root: S3Root, s3_server, monkeypatch) -> None:
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    put_bytes(open_store(s3_root.url), "file", b"x")
+    assert read_bytes(open_store(s3_root.url, options=s3_root.options), "file", 1) == b"x"
+
+
+def test_a_bucket_that_is_not_there_is_not_an_empty_one(s3_root: S3Root) -> None:
+    store = open_store("s3://no-such-bucket/root", options=s3_root.options)
+    with pytest.raises(NotFound):
+        list(store.list(""))
+    with pytest.raises(NotFound):
+        put_bytes(store, "file", b"x")
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "words"),
+    [
+        ("hf://datasets/x", {}, "hf:// is not a store"),
+        ("simplecache::s3://bucket/x", {}, "is not a store"),
+        ("s3://", {}, "names no bucket"),
+        ("s3://bucket", {"part_size": 1}, "part_size"),
+        ("", {}, "not a folder"),
+        ("/tmp/x", {"endpoint_url": "http://x"}, "endpoint_url"),
+    ],
+)
+def test_urls_and_options_that_cannot_work_are_refused_at_once(url: str, options: dict, words: str) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        open_store(url, options=options)
+
+
+@pytest.mark.parametrize("protocol", ["gs", "az"])
+def test_a_filesystem_that_is_not_installed_is_named(protocol: str, monkeypatch) -> None:
+    def missing(name: str):
+        raise ImportError(name)
+
+    monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
+    with pytest.raises(InvalidInput, match=r"pip install (gcsfs|adlfs)"):
+        open_store(f"{protocol}://bucket/x")
+
+
+def test_a_password_in_the_url_is_not_shown() -> None:
+    store = RemoteStore("memory://me:hunter2@host/root")
+    assert "hunter2" not in store.url + repr(store)
+
+
+# Processes
+
+
+def _read_in_child(store: S3Store, results) -> None:
+    results.put(read_bytes(store, "file", 10))
+
+
+def test_a_store_that_was_used_works_in_a_forked_child(s3_root: S3Root) -> None:
+    """s3fs clients do not survive a fork. In a process of its own, since this one has threads by now."""
+    code = """
+import json, multiprocessing, sys
+from ckptsync.store import open_store, put_bytes, read_bytes
+
+store = open_store(sys.argv[1], options=json.loads(sys.argv[2]))
+put_bytes(store, "file", b"x")
+
+def child(results):
+    put_bytes(store, "child", b"y")
+    results.put(read_bytes(store, "file", 10))
+
+context = multiprocessing.get_context("fork")
+results = context.Queue()
+process = context.Process(target=child, args=(results,))
+process.start()
+assert results.get(timeout=20) == b"x"
+process.join(20)
+assert process.exitcode == 0
+assert read_bytes(store, "child", 10) == b"y"
+"""
+    arguments = [s3_root.url, json.dumps(s3_root.options)]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], check=False, timeout=60, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def _create_until_one_wins(root: S3Root, barrier, results) -> None:
+    store = open_store(root.url, options=root.options)
+    won = 0
+    for number in range(20):
+        barrier.wait(60)
+        try:
+            store.create(f"epochs/e{number}", f"{os.getpid()}".encode())
+            won += 1
+        except AlreadyExists:
+            pass
+    results.put(won)
+
+
+def test_of_two_processes_that_create_one_name_one_wins(s3_root: S3Root) -> None:
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(2), context.Queue()
+    processes = [
+        context.Process(target=_create_until_one_wins, args=(s3_root, barrier, results)) for _ in range(2)
+    ]
+    for process in processes:
+        process.start()
+    assert sum(results.get(timeout=60) for _ in processes) == 20
+    for process in processes:
+        process.join()
+
+
+# A server that goes away
+
+
+@pytest.fixture
+def own_server(tmp_path):
+    server = seaweed.start(str(tmp_path))
+    yield server
+    server.kill()
+
+
+@pytest.mark.slow
+def test_a_server_that_is_away_for_ten_seconds_is_survived(own_server: seaweed.S3Server, caplog) -> None:
+    store = open_store(f"s3://{own_server.bucket}/{uuid.uuid4().hex}", options=own_server.options)
+    data = os.urandom(MIB) * 40
+    writer = store.write("data/shard.bin")
+    writer.write(data[: 20 * MIB])
+    own_server.stop()
+    back = threading.Timer(10, own_server.launch)
+    back.start()
+    began = time.monotonic()
+    writer.write(data[20 * MIB :])
+    writer.commit()
+    assert time.monotonic() - began > 9
+    back.join()
+    reader = store.open("data/shard.bin")
+    own_server.kill()
+    back = threading.Timer(10, own_server.launch)
+    back.start()
+    buffer = bytearray(len(data))
+    reader.readinto(0, memoryview(buffer))
+    back.join()
+    assert buffer == data
+    assert "trying again" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_server_that_stays_away_is_a_transient_error_after_the_deadline(
+    own_server: seaweed.S3Server,
+) -> None:
+    url = f"s3://{own_server.bucket}/root"
+    store = open_store(url, options={**own_server.options, "deadline": 2.0})
+    put_bytes(store, "file", b"x")
+    own_server.kill()
+    for call in (
+        lambda: list(store.list("")),
+        lambda: store.open("file"),
+        lambda: put_bytes(store, "file", bytes(20 * MIB)),
+        lambda: store.create("epochs/e1", b"x"),
+        lambda: store.delete("file"),
+    ):
+        began = time.monotonic()
+        with pytest.raises(StoreUnavailable, match="gave up after"):
+            call()
+        assert time.monotonic() - began < 10
+
+
+# The route of the stores that are not S3
+
+
+class Portable(RemoteStore):
+    """S3 the way gs:// and az:// go: fsspec's own file objects."""
+
+
+def test_the_portable_route_keeps_the_same_promises(s3_root: S3Root) -> None:
+    store, other = (Portable(s3_root.url, **s3_root.options) for _ in range(2))
+    assert names(other) == []
+    data = os.urandom(MIB) * 40
+    writer = store.write("data/shard.bin")
+    writer.write(data)
+    assert names(store) == []
+    writer.commit()
+    assert names(other) == ["data/shard.bin"]
+    aborted = store.write("data/aborted.bin")
+    aborted.write(data)
+    aborted.abort()
+    del aborted
+    store.create("epochs/e1", b"x")
+    with pytest.raises(AlreadyExists):
+        store.create("epochs/e1", b"y")
+    assert names(store) == ["data/shard.bin", "epochs/e1"]
+    reader = store.open("data/shard.bin")
+    back = bytearray(len(data))
+    reader.readinto(0, memoryview(back))
+    assert back == data
+    with pytest.raises(NotFound):
+        store.open("data")
+    store.delete("epochs/e1")
+    store.delete("epochs/e1")
+    assert names(store) == ["data/shard.bin"]
+    assert abs(next(iter(store.list(""))).modified - time.time()) < 60

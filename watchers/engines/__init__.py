@@ -1,0 +1,2 @@
+"""Adapters from the engine contract (`ckptsync.engine`) to real engines. Each is imported only where it is
+used."""

@@ -1,0 +1,37 @@
+"""What an engine needs, read from the checkpoint it was started with: names, dtypes and shapes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from ckptsync.errors import Corrupt, NotFound
+from ckptsync.manifest import TensorSpec
+from ckptsync.shards.hf_folder import scan_checkpoint
+
+
+class SchemaMemory:
+    """The schema of an engine, read once per boot.
+
+    It has to be the first look: SGLang 0.5.23 reports the folder of the last update as its model path, and
+    that folder is collected one day.
+    """
+
+    def __init__(self) -> None:
+        self._boots: dict[str, Mapping[str, TensorSpec] | None] = {}
+
+    def get(self, boot_id: str, model_path: str) -> Mapping[str, TensorSpec] | None:
+        if boot_id not in self._boots:
+            self._boots = {boot_id: folder_schema(model_path)}
+        return self._boots[boot_id]
+
+
+def folder_schema(folder: str) -> dict[str, TensorSpec] | None:
+    """name -> spec of a local checkpoint's tensors; None for what cannot be read here: a hub id, a relative
+    path, a folder of another host."""
+    if not os.path.isabs(folder):
+        return None
+    try:
+        return scan_checkpoint(folder).tensors
+    except (NotFound, Corrupt, OSError):
+        return None

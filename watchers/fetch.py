@@ -1,0 +1,180 @@
+"""From the store into local files: large parallel ranges, digested in order in the same pass.
+
+A range is read into a page-aligned buffer of its own, written to the local file by the same thread, and
+digested by the caller's, in order. Measured against reading straight into a mapping of a file in /dev/shm:
+half the CPU, since the kernel neither clears the pages first nor maps them one by one.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ckptsync.digest import hasher
+from ckptsync.errors import BadShard, CkptSyncError, StoreDenied, StoreError, StoreFull, StoreUnavailable
+from ckptsync.manifest import FileEntry
+from ckptsync.store.base import Store
+
+CHUNK = 16 << 20
+"""Bytes per read. A multiple of every block and page size, so that a local store can read with O_DIRECT."""
+
+IN_FLIGHT = 4
+"""Reads under way at once, also across the end of a file."""
+
+AHEAD = 2
+"""Ranges that may wait for the digest besides, while the reads go on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Download:
+    """One file: where it is in the store, where it goes, and what it must be."""
+
+    source: str
+    target: str
+    entry: FileEntry
+    algorithm: str
+
+
+def fetch(
+    store: Store, wanted: Iterable[Download], progress: Callable[[int], None]
+) -> Generator[Download, None, None]:
+    """Yield each download once all its bytes are in `target` and their size and digest are the manifest's.
+
+    BadShard if they are not, NotFound if the file is not there, StoreFull if the stage runs full. After an
+    error no read is left running, and the unfinished target is removed.
+    """
+    window: deque[_Range] = deque()
+    buffers: list[mmap.mmap] = []
+    failed: list[CkptSyncError] = []
+    with ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="ckptsync-stage") as pool:
+        try:
+            for local, offset, length in _ranges(store, wanted, failed):
+                buffer = buffers.pop() if buffers else mmap.mmap(-1, CHUNK)
+                window.append(_submit(pool, local, offset, length, buffer))
+                if len(window) == IN_FLIGHT + AHEAD:
+                    buffers.append(window[0].buffer)
+                    yield from _land(window, progress)
+            while window:
+                yield from _land(window, progress)
+            if failed:
+                raise failed[0]
+        finally:
+            _abandon(window)
+
+
+class _Local:
+    """A file in the making, and the open source it comes from."""
+
+    def __init__(self, store: Store, download: Download) -> None:
+        self.download = download
+        self.state = hasher(download.algorithm)
+        self.reader = store.open(download.source)
+        try:
+            self._check_size()
+            self.file = _new_file(download.target)
+        except BaseException:
+            self.reader.close()
+            raise
+
+    def _check_size(self) -> None:
+        # Before any allocation: the store's size is the first thing that a torn or tampered file gets wrong.
+        entry, found = self.download.entry, self.reader.size
+        if found != entry.size:
+            raise BadShard(f"{entry.name}: {found} bytes on the store, {entry.size} in the manifest")
+
+    def move(self, offset: int, view: memoryview) -> None:
+        """Read one range, and write it. Runs in the pool, several at once."""
+        self.reader.readinto(offset, view)
+        done = 0
+        try:
+            while done < len(view):
+                done += os.pwrite(self.file, view[done:], offset + done)
+        except OSError as error:
+            raise local_error(error, self.download.target, self.download.entry.size) from error
+
+    def check_digest(self) -> None:
+        entry, found = self.download.entry, self.state.hexdigest()
+        if found != entry.digest:
+            raise BadShard(
+                f"{entry.name}: {self.download.algorithm} is {found}, {entry.digest} in the manifest"
+            )
+
+    def close(self) -> None:
+        self.reader.close()
+        os.close(self.file)
+
+
+class _Range(NamedTuple):
+    local: _Local
+    buffer: mmap.mmap
+    view: memoryview
+    moved: Future[None]
+    last: bool
+
+
+def _ranges(
+    store: Store, wanted: Iterable[Download], failed: list[CkptSyncError]
+) -> Iterator[tuple[_Local, int, int]]:
+    """(file, offset, length). Ends at a file that cannot be opened: those before it are finished first, and
+    kept."""
+    for download in wanted:
+        try:
+            local = _Local(store, download)
+        except CkptSyncError as error:
+            failed.append(error)
+            return
+        size = download.entry.size
+        for offset in range(0, max(size, 1), CHUNK):
+            yield local, offset, min(CHUNK, size - offset)
+
+
+def _submit(pool: ThreadPoolExecutor, local: _Local, offset: int, length: int, buffer: mmap.mmap) -> _Range:
+    view = memoryview(buffer)[:length]
+    moved = pool.submit(local.move, offset, view)
+    return _Range(local, buffer, view, moved, last=offset + length == local.download.entry.size)
+
+
+def _land(window: deque[_Range], progress: Callable[[int], None]) -> Iterator[Download]:
+    """Take the oldest range into the digest. Popped only when it is right: what is left is cleaned up."""
+    local, _, view, moved, last = window[0]
+    moved.result()
+    local.state.update(view)
+    if last:
+        local.check_digest()
+    window.popleft()
+    progress(len(view))
+    if last:
+        local.close()
+        yield local.download
+
+
+def _abandon(window: deque[_Range]) -> None:
+    """After an error: stop what has not begun, wait for the rest, and leave no unfinished file."""
+    for unfinished in window:
+        unfinished.moved.cancel()
+    wait([unfinished.moved for unfinished in window])
+    for local in {id(unfinished.local): unfinished.local for unfinished in window}.values():
+        local.close()
+        os.unlink(local.download.target)
+
+
+def _new_file(path: str) -> int:
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise local_error(error, path) from error
+
+
+def local_error(error: OSError, path: str, size: int = 0) -> StoreError:
+    """What the stage's own file system said, as one of our errors."""
+    if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+        return StoreFull(f"the stage has no room for {path} ({size} bytes): {error.strerror}")
+    if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP}:
+        return StoreDenied(f"the stage may not write {path}: {error.strerror}")
+    return StoreUnavailable(f"the stage cannot write {path}: {error.strerror}")

@@ -1,0 +1,183 @@
+"""One change of version on one engine: pause, load, confirm, record, resume, and the way back.
+
+Nothing in here reads the network store. What a failure means depends on where it happens:
+
+- before `start`, or refused by the engine without touching its weights (which is proven by reading them
+  back): the old version is resumed and serves on;
+- from `start` on: the last good version is loaded from the stage, confirmed and resumed;
+- in that too: the engine is left paused, since what it would serve may be a mix, and is reported as dirty.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+from ckptsync.engine import Confirmation, Engine, EngineStatus, StagedVersion
+from ckptsync.errors import (
+    CkptSyncError,
+    EngineDirty,
+    EngineRefused,
+    EngineUnavailable,
+    ProofFailed,
+    SchemaMismatch,
+)
+
+from .health import Outcome, State
+from .proof import Fingerprints
+
+log = logging.getLogger(__name__)
+
+RESUME_TRIES = 3
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ground:
+    """What the engine stands on before a change."""
+
+    status: EngineStatus
+    last_good: StagedVersion | None
+    """On this host still; what is loaded again if the change fails."""
+
+    clean: bool
+    """Its weights are whole now, so it may be resumed as it is."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Attempt:
+    """What came of it."""
+
+    state: Outcome = "serving"
+    error: CkptSyncError | None = None
+    confirmation: Confirmation | None = None
+    """Of the version that serves now, if it was loaded in this attempt."""
+
+    died: bool = False
+    """The engine did not answer any more, or was another process, from the load on."""
+
+    paused: bool = False
+    """It could not be resumed although its weights are proven: to be tried again."""
+
+    pause_seconds: float = 0.0
+    load_seconds: float = 0.0
+
+
+class Switch:
+    """Changes versions on one engine. `on_state` is told of each state as it is entered."""
+
+    def __init__(self, engine: Engine, proof: Fingerprints, on_state: Callable[[State], None]) -> None:
+        self.engine, self.proof, self._on_state = engine, proof, on_state
+
+    def to(self, version: StagedVersion, ground: Ground) -> Attempt:
+        """Bring the engine to `version`. Never raises a CkptSyncError: the attempt says what happened.
+
+        An interrupt (KeyboardInterrupt) is raised again, after the way back.
+        """
+        attempt, started = Attempt(), time.monotonic()
+        self._on_state("paused")
+        try:
+            self._pause(attempt, ground)
+            if attempt.error is None:
+                self._load(attempt, version, ground)
+        finally:
+            if attempt.state != "dirty":
+                self.resume(attempt)
+            attempt.pause_seconds = time.monotonic() - started
+        return attempt
+
+    def resume(self, attempt: Attempt) -> None:
+        """Its weights are proven, so it must compute again; an engine that does not hear is told again
+        later."""
+        for _ in range(RESUME_TRIES):
+            try:
+                self._call(self.engine.resume)
+            except CkptSyncError as error:
+                attempt.paused, failure = True, error
+            else:
+                attempt.paused = False
+                return
+        log.error("%s: cannot be resumed: %s", self.engine.name, failure)
+        attempt.error = attempt.error or failure
+
+    def _pause(self, attempt: Attempt, ground: Ground) -> None:
+        attempt.state = "refused" if ground.clean else "dirty"
+        try:
+            self._call(self.engine.pause)
+        except CkptSyncError as error:
+            attempt.error = error
+
+    def _load(self, attempt: Attempt, version: StagedVersion, ground: Ground) -> None:
+        attempt.state, started = "dirty", time.monotonic()
+        try:
+            attempt.confirmation = self._change(version, ground.status.boot_id)
+            attempt.state = "serving"
+            self._on_state("recorded")
+        except CkptSyncError as error:
+            attempt.error = error
+            log.warning("%s: %s was not loaded: %s", self.engine.name, version.label, error)
+            self._go_back(attempt, error, ground)
+        except BaseException:
+            self._reload(attempt, ground)
+            raise
+        finally:
+            attempt.load_seconds = time.monotonic() - started
+
+    def _change(self, version: StagedVersion, boot_id: str) -> Confirmation:
+        self._on_state("loading")
+        self._call(self.engine.start, version)
+        self._call(self.engine.update, version)
+        try:
+            self._call(self.engine.finish, version)
+        except EngineRefused as error:
+            raise EngineDirty(f"{version.label} is in, but the engine would not finish: {error}") from error
+        confirmation = self._call(self.engine.confirm, version)
+        self.proof.check(version, confirmation)
+        if self._call(self.engine.status).boot_id != boot_id:
+            raise ProofFailed(f"the engine was restarted while {version.label} was loaded")
+        self._on_state("confirmed")
+        return confirmation
+
+    def _go_back(self, attempt: Attempt, error: CkptSyncError, ground: Ground) -> None:
+        if isinstance(error, EngineRefused | SchemaMismatch) and self._is_untouched(ground):
+            attempt.state = "refused"
+        else:
+            self._reload(attempt, ground)
+
+    def _is_untouched(self, ground: Ground) -> bool:
+        if not ground.clean:
+            return False
+        try:
+            now = self._call(self.engine.status)
+            if ground.last_good is not None:
+                self.proof.check(ground.last_good, self._call(self.engine.confirm, ground.last_good))
+        except CkptSyncError as error:
+            log.warning("%s says it refused, but its weights are in doubt: %s", self.engine.name, error)
+            return False
+        return (now.boot_id, now.label) == (ground.status.boot_id, ground.status.label)
+
+    def _reload(self, attempt: Attempt, ground: Ground) -> None:
+        """The last good version again, from the stage; the state stays dirty if there is none or it fails."""
+        try:
+            attempt.died = self._call(self.engine.status).boot_id != ground.status.boot_id
+            if ground.last_good is None or attempt.died:
+                return
+            attempt.confirmation = self._change(ground.last_good, ground.status.boot_id)
+            attempt.state = "failed"
+        except CkptSyncError as error:
+            attempt.died = attempt.died or isinstance(error, EngineUnavailable)
+            log.error("%s: the last good version could not be loaded either: %s", self.engine.name, error)
+
+    def _call(self, step: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """An adapter's own bug counts as the worst that an adapter may say."""
+        try:
+            return step(*args, **kwargs)
+        except CkptSyncError:
+            raise
+        except Exception as error:
+            raise EngineDirty(f"{self.engine.name}: {type(error).__name__}: {error}") from error
