@@ -1,6 +1,6 @@
 """How long `import ckptsync.channel, watchers.watcher` takes in a fresh process, over an empty Python start.
 
-    python -m benchmarks.imports [--runs 10]
+python -m benchmarks.imports [--runs 10]
 """
 
 from __future__ import annotations

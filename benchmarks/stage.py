@@ -2,9 +2,9 @@
 
     python -m benchmarks.stage [--gb 2] [--stage /dev/shm] [--root FOLDER] [--pairs 5]
 
-Each pair reads the published files once with four threads of 16 MiB O_DIRECT reads into one reused buffer each, and
-stages them once (reading, digesting, writing the stage). The order within a pair alternates. Reported: the median of
-the pairs' ratios plain / stage of wall time, and CPU seconds per GB.
+Each pair reads the published files once with four threads of 16 MiB O_DIRECT reads into one reused buffer
+each, and stages them once (reading, digesting, writing the stage). The order within a pair alternates.
+Reported: the median of the pairs' ratios plain / stage of wall time, and CPU seconds per GB.
 """
 
 from __future__ import annotations
@@ -86,11 +86,16 @@ def compare(root: str, stage: str, gb: float, pairs: int) -> None:
         results = {work[0].__name__: measured(*work) for work in works}
         rows.append((results["plain_reads"], results["staged"]))
     for plain, ours in rows:
-        print(f"plain {plain[0]:.3f} s {plain[1] / size:.3f} cpu-s/GB   "
-              f"stage {ours[0]:.3f} s {ours[1] / size:.3f} cpu-s/GB   ratio {plain[0] / ours[0]:.2f}")  # fmt: skip
-    print(f"{size:.2f} GB: stage reaches {statistics.median(p[0] / o[0] for p, o in rows):.2f} of plain O_DIRECT reads "
-          f"at {statistics.median(o[1] for _, o in rows) / size:.2f} cpu-s/GB "
-          f"(plain: {statistics.median(p[1] for p, _ in rows) / size:.2f})")  # fmt: skip
+        print(
+            f"plain {plain[0]:.3f} s {plain[1] / size:.3f} cpu-s/GB   "
+            f"stage {ours[0]:.3f} s {ours[1] / size:.3f} cpu-s/GB   ratio {plain[0] / ours[0]:.2f}"
+        )
+    ratio = statistics.median(plain[0] / ours[0] for plain, ours in rows)
+    cpu = [statistics.median(row[side][1] for row in rows) / size for side in (0, 1)]
+    print(
+        f"{size:.2f} GB: stage reaches {ratio:.2f} of plain O_DIRECT reads, "
+        f"at {cpu[1]:.2f} cpu-s/GB (plain: {cpu[0]:.2f})"
+    )
 
 
 if __name__ == "__main__":

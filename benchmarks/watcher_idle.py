@@ -2,9 +2,9 @@
 
     python -m benchmarks.watcher_idle [--versions 1000] [--seconds 20] [--publishes 20]
 
-Idle: CPU time of the whole process over the wall time of a loop with a 1 s poll, over `--versions` kept versions on a
-local folder. Latency: from the return of the commit in another process to the watcher's `staging` state, with inotify
-and without (there in polls of 1 s).
+Idle: CPU time of the whole process over the wall time of a loop with a 1 s poll, over `--versions` kept
+versions on a local folder. Latency: from the begin of the commit in another process to the watcher's
+`staging` state, with inotify and without (there in polls of 1 s).
 """
 
 from __future__ import annotations
@@ -87,15 +87,18 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         root, ours, theirs = f"{folder}/root", *multiprocessing.Pipe()
-        process = multiprocessing.get_context("spawn").Process(target=publish, args=(root, options.versions, theirs))
+        spawn = multiprocessing.get_context("spawn")
+        process = spawn.Process(target=publish, args=(root, options.versions, theirs))
         process.start()
         ours.recv()
         share = idle(root, f"{folder}/idle", options.seconds)
         print(f"idle, poll of {POLL:.0f} s over {options.versions} versions: {share:.2%} of a core")
-        for events in (True, False):
-            times = latencies(root, f"{folder}/{events}", ours, events=events, count=options.publishes)
-            print(f"{'inotify' if events else 'polling'}: found {statistics.median(times) * 1e3:.0f} ms after the commit "
-                  f"began (median of {len(times)}), {max(times) * 1e3:.0f} ms at worst")  # fmt: skip
+        for name, events in (("inotify", True), ("polling", False)):
+            times = latencies(root, f"{folder}/{name}", ours, events=events, count=options.publishes)
+            print(
+                f"{name}: found {statistics.median(times) * 1e3:.0f} ms after the "
+                f"commit began (median of {len(times)}), {max(times) * 1e3:.0f} ms at worst"
+            )
         ours.send(False)
         process.join()
 

@@ -1,5 +1,4 @@
-"""The first failure of a job, in the job's own key-value store, where a rank stuck in a collective can see
-it."""
+"""The first failure of a job, in the job's key-value store, where a rank stuck in a collective sees it."""
 
 from __future__ import annotations
 

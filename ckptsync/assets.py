@@ -89,8 +89,7 @@ def _dump(value: Mapping[str, Any]) -> bytes:
 
 
 def model_facts(tensors: Iterable[TensorEntry], assets: Mapping[str, bytes]) -> dict[str, str]:
-    """What the manifest says of the model: `schema_digest`, and `architecture` and `config_digest` where
-    known."""
+    """For the manifest: `schema_digest`, and `architecture` and `config_digest` where there is a config."""
     facts = {"schema_digest": schema_digest(tensors)}
     if (config := assets.get(CONFIG)) is not None:
         facts["config_digest"] = sha256(config)

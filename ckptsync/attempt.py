@@ -54,8 +54,7 @@ class Stopwatch:
 
 
 class Attempt:
-    """Writes files into a data folder that no other attempt ever uses. Only the manifest makes them a
-    version."""
+    """Writes files into a data folder of its own. Only the manifest makes them a version."""
 
     def __init__(
         self,
@@ -89,8 +88,7 @@ class Attempt:
             put_bytes(self._store, self._path(name), data)
 
     def write_planned(self, tensors: Iterator[Named], plans: Sequence[ShardPlan]) -> None:
-        """Stream `tensors` into the shards of a plan that was made from their specs; holds one tensor at a
-        time.
+        """Stream `tensors` into the shards planned from their specs; holds one tensor at a time.
 
         A tensor that comes before its place in the file is held until then: a plan puts larger elements first
         where the walk order would misalign them.

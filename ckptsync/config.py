@@ -20,8 +20,7 @@ class PublisherConfig:
     """How a Publisher writes. Raises InvalidInput, naming the field, for a value that cannot be meant."""
 
     run_id: str = ""
-    """Name of the training run, recorded in the epoch claim and in every manifest. A fresh uuid by
-    default."""
+    """Name of the training run, recorded in the claim and in every manifest. A fresh uuid by default."""
 
     resumed_from: VersionId | None = None
     """The version this trainer goes on from. Numbers go on from it, and readers leave everything later

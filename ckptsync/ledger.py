@@ -1,5 +1,4 @@
-"""What rank 0 knows of the channel it publishes to: its epoch, which version comes next, what the last one
-was."""
+"""What rank 0 knows of the channel that it publishes to: its epoch, the last version, and the next one."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ class Ledger:
     def attempt(
         self, number: int | None, algorithm: str, watch: Stopwatch, progress: Callable[[int], None]
     ) -> Attempt:
-        """Start the next version, or version `number`. Fenced before anything is written, if it is known
-        already."""
+        """Start the next version, or version `number`. Fenced before anything is written."""
         check_fence(self.channel.store, self.epoch)
         if self._unsure:
             self._look()

@@ -125,8 +125,7 @@ class Ranks:
             self._settled = None  # its traceback holds tensors
 
     def close(self) -> None:
-        """Give the group back. A group that lost a rank is left alone: taking it down would wait for the
-        rank."""
+        """Give the group back. One that lost a rank is left alone: taking it down would wait for the rank."""
         if self.world_size == 1 or self._lost or self._talk.closed:
             return
         self._talk.close()
@@ -205,12 +204,12 @@ class Ranks:
 
     def _lose(self, message: str) -> NoReturn:
         """A rank is dead or away for good: tell the others, find out which, and raise RankTimeout."""
+        self._lost = message
         with self._store_answers():
             self._alarm.ring("lost", message)
             absent = ", ".join(map(str, self._alarm.absent_ranks()))
-            self._lost = self._alarm.look("lost") + (
-                f"; no sign of life from rank {absent}" if absent else ""
-            )
+            who = f"; no sign of life from rank {absent}" if absent else ""
+            self._lost = f"{self._alarm.look('lost')}{who}"
         raise RankTimeout(f"{self._lost}. Restart the job to publish again")
 
     @contextmanager
@@ -219,9 +218,8 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            self._lost = (
-                f"the job's key-value store is gone, with rank 0 or the launcher ({_first_line(error)})"
-            )
+            gone = f"the job's key-value store is gone, with rank 0 or the launcher ({_first_line(error)})"
+            self._lost = f"{self._lost}; {gone}" if self._lost else gone
             raise RankTimeout(f"{self._lost}. Restart the job to publish again") from error
 
     def _check_place(self) -> None:

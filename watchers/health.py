@@ -19,8 +19,10 @@ touched and brought back to the last good version. `dirty`: that failed too, and
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """A probe's answer. Not ready before the first confirmed load, and never while the weights are in
-    doubt."""
+    """A probe's answer. Not ready before the first confirmed load, nor once a change has ended in doubt.
+
+    During a change that goes well it stays ready: the engine is paused then, and requests wait.
+    """
 
     ready: bool = False
     version: str = ""

@@ -115,8 +115,7 @@ class Stage:
         for _, name in found[: max(0, len(found) - keep)]:
             _remove_unused(base, name)
 
-    # -- inside
-    # ------------------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------------
 
     def _fill(self, slot: _Slot, channel: Channel, progress: Progress, reader: str | None) -> None:
         self.evict(slot.manifest.channel_id, self.keep - 1)

@@ -97,15 +97,14 @@ class Watcher:
         self._reason = self.health.reason
         self._receipt_failed = False
 
-    # -- the loop
-    # ----------------------------------------------------------------------------------------------
+    # -- the loop ----------------------------------------------------------------------------------------
 
     def run(self, stop: threading.Event) -> None:
-        """Step until `stop` is set. Storage and engine may come and go; only a bug or an interrupt ends the
-        loop."""
+        """Step until `stop` is set. Storage and engine may come and go; a bug or an interrupt ends it."""
         try:
             while not stop.is_set():
-                self._wake.wait(stop, self._step_and_delay())
+                _, delay = self._step()
+                self._wake.wait(stop, delay)
         finally:
             self._wake.close()
 
@@ -124,9 +123,6 @@ class Watcher:
         Never raises a CkptSyncError; `health.reason` and the receipt say what went wrong.
         """
         return self._step()[0]
-
-    def _step_and_delay(self) -> float:
-        return self._step()[1]
 
     def _step(self) -> tuple[Receipt | None, float]:
         try:
@@ -156,8 +152,7 @@ class Watcher:
             raise attempt.error
         return receipt
 
-    # -- one attempt
-    # -------------------------------------------------------------------------------------------
+    # -- one attempt -------------------------------------------------------------------------------------
 
     def _attempt_what_is_due(self) -> Receipt | None:
         status = self.engine.status()
@@ -247,8 +242,7 @@ class Watcher:
         except (InvalidName, NotFound, Corrupt, StoreError):
             return None
 
-    # -- what an attempt leaves behind
-    # ---------------------------------------------------------------------------
+    # -- what an attempt leaves behind -------------------------------------------------------------------
 
     def _settle(self, version: StagedVersion, ground: Ground, attempt: Attempt) -> None:
         was_clean = self._clean
@@ -321,8 +315,7 @@ class Watcher:
         if self._on_receipt is not None:
             self._on_receipt(receipt)
 
-    # -- the engine
-    # ----------------------------------------------------------------------------------------------
+    # -- the engine --------------------------------------------------------------------------------------
 
     def _notice_restart(self, status: EngineStatus) -> None:
         """A restarted engine has lost what was loaded: it is not ready before it holds the current version
@@ -354,8 +347,7 @@ class Watcher:
         if self._current is None or version.folder != self._current.folder:
             self.stage.release(version)
 
-    # -- health
-    # --------------------------------------------------------------------------------------------------
+    # -- health ------------------------------------------------------------------------------------------
 
     def _show(self, *, reason: str | None = None, reachable: bool = True) -> None:
         """Storage that is away leaves a serving engine ready; an engine that does not answer is not."""

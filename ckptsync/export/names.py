@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from ..errors import DuplicateName
 
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""Parts that torch.compile, FSDP and activation checkpointing add, anywhere in a name. No model uses them
-itself."""
+"""Parts that torch.compile, FSDP and activation checkpointing add, anywhere in a name."""
 
 LEADING_WRAPPERS = WRAPPERS | {"module"}
 """Parts taken off the front of a name as well: `module` is DistributedDataParallel's, but further in it may

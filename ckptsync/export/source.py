@@ -31,14 +31,15 @@ class WeightSource(Protocol):
     """
 
     def metadata(self) -> Sequence[TensorSpec]:
-        """Every tensor in walk order, as it will be yielded: name, safetensors dtype, full shape. No
-        collectives."""
+        """Every tensor in walk order, as it will be yielded: name, safetensors dtype, full shape."""
         ...
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors, in the order of `metadata`. DTensors are gathered by the caller, on all ranks
-        together; plain tensors are full ones, and only rank 0's are used. May do collectives of its own, in
-        lockstep."""
+        """The tensors, in the order of `metadata`. DTensors are gathered by the caller, on all ranks.
+
+        Plain tensors are full ones, and only rank 0's are used. May do collectives of its own, in lockstep;
+        it runs in a side thread, so that a rank that fails does not leave the others stuck in there.
+        """
         ...
 
 
@@ -46,8 +47,7 @@ Publishable = nn.Module | Mapping[str, torch.Tensor] | WeightSource | Iterable[t
 
 
 class CheckpointSource:
-    """A Hugging Face folder as a source, mapped: what transformers and the engines would load from it, in
-    layer order.
+    """A Hugging Face folder as a source, mapped: what the engines would load from it, in layer order.
 
     NotFound if there is no checkpoint in it, BadShard if it is not whole.
     """
@@ -69,8 +69,7 @@ class Walk:
     """One walk over a source, in lockstep on every rank."""
 
     specs: tuple[TensorSpec, ...] | None
-    """What will be written, in walk order, with the dtype on the wire; None for an iterator, which does not
-    say."""
+    """What will be written, in walk order, with the dtype on the wire; None for an iterator."""
 
     ties: Mapping[str, str]
     """Further names of tied weights -> the name of the tensor whose bytes they share."""
@@ -79,8 +78,7 @@ class Walk:
     """Wrapper parts that were taken off names, for the manifest."""
 
     tensors: Iterator[tuple[str, torch.Tensor]]
-    """Full CPU tensors on the writer. On other ranks it yields nothing, but must be walked to its end as
-    well."""
+    """Full CPU tensors on the writer. On other ranks nothing, but it must be walked to its end as well."""
 
 
 def open_source(

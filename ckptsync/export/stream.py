@@ -1,5 +1,4 @@
-"""Tensors on their way to the writer: cast, gathered in lockstep, copied to host memory, one bucket at a
-time.
+"""Tensors on their way to the writer: cast, gathered in lockstep, copied to host memory, bucket by bucket.
 
 A bucket is what the ranks gather between two agreements. The order inside one is what keeps a job alive:
 first everything that can fail alone (casts, user code), then the consensus, then nothing but the gathers.
@@ -138,8 +137,7 @@ def to_wire(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def gather(bucket: Sequence[Named], ranks: Ranks) -> Iterator[Named]:
-    """Every rank gathers the bucket's DTensors together; the writer gets full CPU tensors, one after
-    another."""
+    """All ranks gather the bucket's DTensors; the writer gets full CPU tensors, one after another."""
 
     def gather_all() -> list[Named]:
         return [

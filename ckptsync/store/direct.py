@@ -73,8 +73,7 @@ def read_all(fd: int, direct_fd: int | None, offset: int, buffer: memoryview) ->
 
 
 def _aligned_span(offset: int, buffer: memoryview) -> tuple[int, int]:
-    """How many bytes to skip until offset and address are both aligned, and how many follow in whole
-    blocks."""
+    """Bytes to skip until offset and address are both aligned, and bytes in whole blocks after them."""
     head = -offset % BLOCK
     if len(buffer) < head + BLOCK or (address(buffer) + head) % BLOCK:
         return 0, 0

@@ -23,9 +23,8 @@ from .paths import is_temporary, parts_of, temporary_name, writer_is_alive
 from .retry import retrying, translated
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_FILE = (
-    os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-)  # a FIFO in place of a file must not hang us
+# O_NONBLOCK: a FIFO in place of a file must not hang us.
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _Found = list[tuple[str, os.stat_result]]
@@ -71,8 +70,7 @@ class LocalStore:
         return LocalWriter(action, folder, name, parts[-1], fd, direct_io=self.direct)
 
     def create(self, path: str, data: bytes) -> None:
-        """See Store.create. By link(); where there are no links, by O_EXCL, and a reader may then see it
-        torn."""
+        """See Store.create. By link(); without links by O_EXCL, which a reader may see torn."""
         if not data:
             raise InvalidInput(f"{path}: an empty file says nothing, and some stores lose the race for it")
         writer = self.write(path)

@@ -17,8 +17,7 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.E
 
 
 class LocalWriter:
-    """See Writer. Full chunks go out with O_DIRECT from an aligned bounce buffer, the tail through the page
-    cache."""
+    """See Writer. Full chunks go out with O_DIRECT from aligned buffers, the tail through the page cache."""
 
     def __init__(
         self, action: str, folder: int, temporary: str, name: str, fd: int, *, direct_io: bool
@@ -41,8 +40,7 @@ class LocalWriter:
         translated(self._action, self._commit)
 
     def commit_new(self) -> bool:
-        """`commit`, but AlreadyExists if the name is taken. False, and nothing done, where there are no
-        links."""
+        """`commit`, but AlreadyExists if the name is taken. Where there are no links: False, nothing done."""
         return translated(self._action, self._commit_new)
 
     def abort(self) -> None:

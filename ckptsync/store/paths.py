@@ -12,8 +12,7 @@ _TEMPORARY = ".ckptsync-tmp."
 
 
 def parts_of(path: str) -> tuple[str, ...]:
-    """`a/b/c` in its parts. Raises InvalidName for what is absolute, empty, or could lead outside the
-    root."""
+    """`a/b/c` in its parts. Raises InvalidName for what is absolute, empty, or leads outside."""
     parts = tuple(path.split("/"))
     if any(part in ("", ".", "..") or "\0" in part for part in parts):
         raise InvalidName(f"{path!r} is not a plain relative path")
@@ -23,8 +22,7 @@ def parts_of(path: str) -> tuple[str, ...]:
 
 
 def temporary_name() -> str:
-    """Unique to this call, so that no two writers share one; it tells whose it is when that writer has
-    died."""
+    """Unique to this call, so that no two writers share one, and telling whose it was."""
     host = socket.gethostname().replace("/", "_")[:64]
     return f"{_TEMPORARY}{host}.{os.getpid()}.{secrets.token_hex(8)}"
 
@@ -34,8 +32,7 @@ def is_temporary(name: str) -> bool:
 
 
 def writer_is_alive(name: str) -> bool:
-    """Whether the process that made this temporary name runs on this host. Other hosts are not known:
-    False."""
+    """Whether the process that made this temporary name runs on this host; False if it is of another."""
     host, _, rest = name.removeprefix(_TEMPORARY).rpartition(".")[0].rpartition(".")
     if host != socket.gethostname().replace("/", "_")[:64] or not rest.isdigit():
         return False

@@ -36,8 +36,7 @@ _memory_lock = threading.Lock()
 
 
 class RemoteStore:
-    """An fsspec filesystem as a store. `options` are that filesystem's own; `deadline` bounds retries, in
-    seconds."""
+    """An fsspec filesystem as a store. `deadline` (seconds) bounds retries; `options` are its own."""
 
     def __init__(self, url: str, *, deadline: float = 30.0, **options: Any) -> None:
         protocol = url.partition("://")[0]
@@ -49,7 +48,7 @@ class RemoteStore:
         try:
             _fsspec.get_filesystem_class(protocol)
         except ImportError as error:
-            raise InvalidInput(f"{protocol}:// needs: pip install {_EXTRAS[protocol]}") from error
+            raise InvalidInput(f"{protocol}:// is not installed: pip install {_EXTRAS[protocol]}") from error
         self.url = _without_password(url.rstrip("/"))
         self.deadline = deadline
         self._given_url = url
@@ -80,8 +79,7 @@ class RemoteStore:
         return _MemoryWriter(self, path) if self._protocol == "memory" else RemoteWriter(self, path)
 
     def create(self, path: str, data: bytes) -> None:
-        """See Store.create. A condition on the put; for memory:// a lock, good for the threads of one
-        process."""
+        """See Store.create. A condition on the put; for memory:// a lock, for the threads of a process."""
         if not data:
             raise InvalidInput(f"{path}: an empty file says nothing, and some stores lose the race for it")
         action = self._say("create", path)
@@ -115,8 +113,7 @@ class RemoteStore:
         return f"{verb} {self.url}/{path}"
 
     def _client(self) -> tuple[Any, str]:
-        """This process's filesystem and the root in it. Those of a parent are kept, so that nobody closes
-        them."""
+        """This process's filesystem and the root in it. Those of a parent process are kept, not closed."""
         if os.getpid() not in self._clients:
             made = translated(self._say("open", ""), self._connect)
             self._clients.setdefault(os.getpid(), made)
@@ -185,8 +182,7 @@ class RemoteWriter:
         translated(self._action, self._file.close)
 
     def abort(self) -> None:
-        """See Writer.abort. Closed by hand: the file's own close, also on garbage collection, would complete
-        it."""
+        """See Writer.abort. Marked as closed, since close, also when collected, completes the upload."""
         if not self._file.closed:
             self._file.closed = True
             with contextlib.suppress(Exception):

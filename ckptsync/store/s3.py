@@ -264,8 +264,7 @@ class S3Writer:
 
 
 async def _get(fs: Any, request: dict[str, Any], into: memoryview, received: list[int] | None = None) -> Any:
-    """One ranged GET into `into`: the answer and the number of bytes. `received` counts them also when it
-    fails."""
+    """One ranged GET: the answer and the number of bytes, which `received` has also if it fails."""
     count = [0] if received is None else received
     answer = await fs._call_s3("get_object", **request)
     body = answer["Body"]

@@ -33,7 +33,7 @@ import serve
 START_SECONDS = 400
 READY = {"vllm": "/health", "sglang": "/ready"}
 PROMPTS = ([1, 2, 3, 4, 5], [200, 100, 50, 25], [7 * i % 251 for i in range(400)])
-"""The last is longer than a block of vLLM's prefix cache (128 tokens on a CPU), so that a stale prefix shows."""
+"""The last is longer than a block of vLLM's prefix cache, 128 tokens on a CPU: a stale prefix would show."""
 
 Start = Callable[..., "Server"]
 _started: list[Server] = []
@@ -176,7 +176,14 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, StagedVersio
     return {name: staged(models.tiny_model(str(base / name), number), number) for name, number in pairs}
 
 
+def _end_session(signum: int, frame: object) -> None:
+    pytest.exit("terminated: the engine servers are stopped first", returncode=128 + signum)
+
+
 def _starter(base: Any, stack: ExitStack) -> Start:
+    # The servers have sessions of their own: a pytest that is terminated must end them itself.
+    signal.signal(signal.SIGTERM, _end_session)
+
     def start(engine: str, folder: str, *extra: str) -> Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))

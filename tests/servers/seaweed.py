@@ -11,6 +11,7 @@ enforced, and wrong secrets are refused; older versions (up to 4.16) let two con
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 import shutil
@@ -60,11 +61,15 @@ class S3Server:
         }
 
     def launch(self, deadline: float = 60.0) -> None:
-        """Start the process on the same folder and ports, and wait until it serves. TimeoutError
-        otherwise."""
+        """Start the process on its folder and ports, and wait until it serves; else TimeoutError."""
         with open(os.path.join(self.folder, "weed.log"), "ab") as log:
             self._process = subprocess.Popen(
-                self._command(), stdout=log, stderr=log, cwd=self.folder, start_new_session=True
+                self._command(),
+                stdout=log,
+                stderr=log,
+                cwd=self.folder,
+                env={**os.environ, "TMPDIR": self.folder},  # its logs go there
+                start_new_session=True,
             )
         try:
             _wait_until_healthy(self.endpoint, self._process, time.monotonic() + deadline)
@@ -105,6 +110,9 @@ class S3Server:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        for port in self.ports.values():  # it leaves its Unix sockets behind, in a place that is fixed
+            for path in glob.glob(f"/tmp/seaweedfs-*-{port}.sock"):
+                os.unlink(path)
 
 
 def start(folder: str) -> S3Server:
@@ -144,8 +152,7 @@ def _binary() -> str:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports below the ephemeral range, since an outgoing connection of ours may take one from that range
-    first."""
+    """Ports below the ephemeral range, from which outgoing connections take theirs at any time."""
     with contextlib.ExitStack() as stack:
         ports: list[int] = []
         candidate = 20000 + (os.getpid() * 37) % 9000

@@ -3,6 +3,7 @@ server."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 
 import fsspec
 import pytest
@@ -365,10 +367,6 @@ def test_a_password_in_the_url_is_not_shown() -> None:
 # Processes
 
 
-def _read_in_child(store: S3Store, results) -> None:
-    results.put(read_bytes(store, "file", 10))
-
-
 def test_a_store_that_was_used_works_in_a_forked_child(s3_root: S3Root) -> None:
     """s3fs clients do not survive a fork. In a process of its own, since this one has threads by now."""
     code = """
@@ -434,6 +432,16 @@ def own_server(tmp_path):
     server.kill()
 
 
+@contextlib.contextmanager
+def back_after(seconds: float, server: seaweed.S3Server) -> Iterator[None]:
+    back = threading.Timer(seconds, server.launch)
+    back.start()
+    try:
+        yield
+    finally:
+        back.join()
+
+
 @pytest.mark.slow
 def test_a_server_that_is_away_for_ten_seconds_is_survived(own_server: seaweed.S3Server, caplog) -> None:
     store = open_store(f"s3://{own_server.bucket}/{uuid.uuid4().hex}", options=own_server.options)
@@ -441,20 +449,16 @@ def test_a_server_that_is_away_for_ten_seconds_is_survived(own_server: seaweed.S
     writer = store.write("data/shard.bin")
     writer.write(data[: 20 * MIB])
     own_server.stop()
-    back = threading.Timer(10, own_server.launch)
-    back.start()
     began = time.monotonic()
-    writer.write(data[20 * MIB :])
-    writer.commit()
+    with back_after(10, own_server):
+        writer.write(data[20 * MIB :])
+        writer.commit()
     assert time.monotonic() - began > 9
-    back.join()
     reader = store.open("data/shard.bin")
-    own_server.kill()
-    back = threading.Timer(10, own_server.launch)
-    back.start()
     buffer = bytearray(len(data))
-    reader.readinto(0, memoryview(buffer))
-    back.join()
+    own_server.kill()
+    with back_after(10, own_server):
+        reader.readinto(0, memoryview(buffer))
     assert buffer == data
     assert "trying again" in caplog.text
 
@@ -489,13 +493,16 @@ class Portable(RemoteStore):
 
 def test_the_portable_route_keeps_the_same_promises(s3_root: S3Root) -> None:
     store, other = (Portable(s3_root.url, **s3_root.options) for _ in range(2))
-    assert names(other) == []
+    put_bytes(store, "data/first", b"x")
+    assert names(other) == ["data/first"]
     data = os.urandom(MIB) * 40
     writer = store.write("data/shard.bin")
     writer.write(data)
-    assert names(store) == []
+    assert names(store) == ["data/first"]
     writer.commit()
-    assert names(other) == ["data/shard.bin"]
+    assert names(other) == ["data/first", "data/shard.bin"]
+    assert other.open("data/shard.bin").size == len(data)
+    store.delete("data/first")
     aborted = store.write("data/aborted.bin")
     aborted.write(data)
     aborted.abort()

@@ -4,7 +4,6 @@ next."""
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import shutil
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from ckptsync.publish import Publisher
 from ckptsync.store import open_store
 from ckptsync.verify import verify_version
 from tests.faults.store import CHANGES, Crashing, Failing, HookedStore, Recorder, matching
-from tests.trainer.ranks_harness import run_ranks
+from tests.trainer.ranks_harness import clean_processes, run_ranks
 
 OLD, NEW, NEXT = (
     {f"layers.{n}.weight": torch.full((8, 8), value) for n in range(4)} for value in (1.0, 2.0, 3.0)
@@ -88,8 +87,7 @@ def crash(root: str, at: int) -> None:
 def test_killed_before_every_store_operation_a_reader_sees_the_old_version_or_the_whole_new_one(
     steps: list[tuple[str, str]], fresh_root: Callable[[], str]
 ) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context = clean_processes()
     seen = []
     for at in range(len(steps)):
         root = fresh_root()

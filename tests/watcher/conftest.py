@@ -39,7 +39,12 @@ def watch(root: str, tmp_path: Any) -> Iterator[Callable[..., Watcher]]:
 
     def make(engine: Any, **options: Any) -> Watcher:
         where = options.pop("root", root)
-        defaults = {"stage": str(tmp_path / "stage"), "reader": f"reader-{len(made)}", "poll": 0.01, "events": False}
+        defaults = {
+            "stage": str(tmp_path / "stage"),
+            "reader": f"reader-{len(made)}",
+            "poll": 0.01,
+            "events": False,
+        }
         made.append(Watcher(where, engine, **{**defaults, **options}))
         return made[-1]
 

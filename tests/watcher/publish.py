@@ -12,7 +12,16 @@ from ckptsync.channel import Channel
 from ckptsync.digest import DEFAULT, digest
 from ckptsync.epochs import Epoch
 from ckptsync.layout import SELF_COPY
-from ckptsync.manifest import FileEntry, Manifest, TensorEntry, TensorSpec, Track, combined_content, data_folder, seal
+from ckptsync.manifest import (
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    TensorSpec,
+    Track,
+    combined_content,
+    data_folder,
+    seal,
+)
 from ckptsync.shards.plan import plan_shards
 from ckptsync.shards.write import ShardWriter
 from ckptsync.store.base import put_bytes
@@ -32,7 +41,9 @@ class TestPublisher:
 
     __test__ = False
 
-    def __init__(self, root: str, *, channel: Channel | None = None, resumed_from: VersionId | None = None) -> None:
+    def __init__(
+        self, root: str, *, channel: Channel | None = None, resumed_from: VersionId | None = None
+    ) -> None:
         self.channel = channel or Channel.create(root)
         self.epoch: Epoch = self.channel.claim_epoch("test", resumed_from)
         self.number = self.epoch.next_number
@@ -55,9 +66,15 @@ class TestPublisher:
         self.number += 1
         nonce = uuid.uuid4().hex[:8]
         folder = data_folder(version, nonce)
-        files, tensors = self._shards(folder, specs, max_bytes, random.Random(version.number if seed is None else seed))
+        files, tensors = self._shards(
+            folder, specs, max_bytes, random.Random(version.number if seed is None else seed)
+        )
         index = {"metadata": {}, "weight_map": {t.name: t.file for t in tensors}}
-        assets = {"config.json": b"{}", "model.safetensors.index.json": json.dumps(index).encode(), **(assets or {})}
+        assets = {
+            "config.json": b"{}",
+            "model.safetensors.index.json": json.dumps(index).encode(),
+            **(assets or {}),
+        }
         for name, data in assets.items():
             put_bytes(self.channel.store, f"{folder}/{name}", data)
             files.append(FileEntry(name=name, size=len(data), digest=digest(data)))

@@ -32,8 +32,8 @@ def publish_folder(root: str, folder: str) -> Manifest:
     tracks = {"model": Track(files=tuple(files), tensors=tuple(tensors))}
     manifest, data = seal(
         Manifest(
-            channel_id=channel.channel_id, epoch=1, number=number, nonce=nonce, run_id="test", created=time.time(),
-            digest=DEFAULT, content_digest=combined_content(tracks), tracks=tracks,
+            channel_id=channel.channel_id, epoch=1, number=number, nonce=nonce, run_id="test",
+            created=time.time(), digest=DEFAULT, content_digest=combined_content(tracks), tracks=tracks,
         )
     )  # fmt: skip
     put_bytes(channel.store, f"{manifest.folder}/{SELF_COPY}", data)

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "transformers", "numpy", "safetensors", "vllm", "sglang", "ray", "httpx", "fsspec", "s3fs", "watchdog",
+HEAVY = ("torch", "transformers", "numpy", "safetensors", "vllm", "sglang", "ray", "httpx", "fsspec",
+"s3fs", "watchdog",
          "starlette", "uvicorn", "rich", "typer")  # fmt: skip
 
 CORE = ("ckptsync.channel, watchers.watcher", "watchers.stage", "watchers.proof", "watchers.engines.embedded")
@@ -21,5 +22,6 @@ def test_the_core_imports_nothing_heavy(modules: str) -> None:
 
 
 def test_the_core_works_where_torch_cannot_be_imported() -> None:
-    code = "import sys\nsys.modules['torch'] = sys.modules['transformers'] = None\nimport ckptsync.channel, watchers.watcher"
+    blocked = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; "
+    code = blocked + "import ckptsync.channel, watchers.watcher"
     subprocess.run([sys.executable, "-c", code], check=True)

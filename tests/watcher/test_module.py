@@ -80,7 +80,9 @@ def test_it_loads_in_place_and_keeps_ties(staged: Callable[..., StagedVersion]) 
     assert engine.status().label == version.label
 
 
-def test_equal_weights_have_equal_fingerprints_and_others_have_others(staged: Callable[..., StagedVersion]) -> None:
+def test_equal_weights_have_equal_fingerprints_and_others_have_others(
+    staged: Callable[..., StagedVersion],
+) -> None:
     engine, first, second = ModuleEngine(Tiny()), staged(seed=1), staged(seed=2)
     prints = [load(engine, version) for version in (first, second, first, staged(seed=1))]
     assert prints[0] == prints[2] == prints[3] != prints[1]
@@ -94,7 +96,7 @@ def test_confirm_reads_the_live_tensors_back_and_names_the_one_that_differs(
     load(engine, version)
     with torch.no_grad():
         module.norm.bias.view(torch.uint8)[5] ^= 1  # one bit
-    with pytest.raises(ProofFailed, match="norm.bias is not the one of e1-v1"):
+    with pytest.raises(ProofFailed, match=r"norm.bias is not the one of e1-v1"):
         engine.confirm(version)
 
 
@@ -103,8 +105,14 @@ def test_confirm_reads_the_live_tensors_back_and_names_the_one_that_differs(
     [
         (SPECS[:-1], "norm.num_batches_tracked"),
         ([*SPECS, TensorSpec("norm.extra", "F32", (1,))], "norm.extra"),
-        ([TensorSpec("embed.weight", "F32", (16, 9)), *SPECS[1:]], "embed.weight 16x9 but the engine has 16x8"),
-        ([TensorSpec("embed.weight", "BF16", (16, 8)), *SPECS[1:]], "embed.weight BF16 but the engine has F32"),
+        (
+            [TensorSpec("embed.weight", "F32", (16, 9)), *SPECS[1:]],
+            "embed.weight 16x9 but the engine has 16x8",
+        ),
+        (
+            [TensorSpec("embed.weight", "BF16", (16, 8)), *SPECS[1:]],
+            "embed.weight BF16 but the engine has F32",
+        ),
     ],
 )
 def test_case_93_what_does_not_fit_is_refused_before_anything_is_touched(
@@ -184,7 +192,9 @@ def test_a_pause_that_takes_too_long_fails_and_lets_computations_go_on() -> None
 
 def test_a_watcher_keeps_a_module_current(root: str, tmp_path: Any) -> None:
     publisher, module = TestPublisher(root), Tiny()
-    watcher = Watcher(root, ModuleEngine(module), stage=str(tmp_path / "stage"), reader="module", events=False)
+    watcher = Watcher(
+        root, ModuleEngine(module), stage=str(tmp_path / "stage"), reader="module", events=False
+    )
     for _ in range(2):
         manifest = publisher.publish(specs=SPECS, aliases=TIES)
         receipt = watcher.step()

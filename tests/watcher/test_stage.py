@@ -51,7 +51,10 @@ def test_a_staged_folder_holds_exactly_the_listed_files_and_the_manifest(
     version = Stage(folder).stage(Channel.open(root), manifest)
     assert sorted(os.listdir(version.folder)) == sorted([SELF_COPY, *(name for name, _ in manifest.files())])
     for name, entry in manifest.files():
-        with open(path_of(root, manifest, name), "rb") as ours, open(f"{version.folder}/{name}", "rb") as theirs:
+        with (
+            open(path_of(root, manifest, name), "rb") as ours,
+            open(f"{version.folder}/{name}", "rb") as theirs,
+        ):
             assert ours.read() == theirs.read()
         assert os.path.getsize(f"{version.folder}/{name}") == entry.size
 
@@ -59,7 +62,9 @@ def test_a_staged_folder_holds_exactly_the_listed_files_and_the_manifest(
 def test_the_stage_is_private(root: str, publisher: TestPublisher, folder: str) -> None:
     version = Stage(folder).stage(Channel.open(root), publisher.publish())
     assert stat.S_IMODE(os.stat(os.path.dirname(version.folder)).st_mode) == 0o700
-    assert {stat.S_IMODE(os.stat(f"{version.folder}/{name}").st_mode) for name in os.listdir(version.folder)} == {0o600}
+    assert {
+        stat.S_IMODE(os.stat(f"{version.folder}/{name}").st_mode) for name in os.listdir(version.folder)
+    } == {0o600}
 
 
 def test_progress_counts_every_byte_once_and_nothing_for_what_is_here(
@@ -248,7 +253,9 @@ def test_a_killed_stage_is_resumed_file_by_file(
 ) -> None:
     manifest = publisher.publish()
     at = manifest.nbytes * percent // 100
-    process = multiprocessing.get_context("spawn").Process(target=_stage_and_die, args=(root, folder, 100, at))
+    process = multiprocessing.get_context("spawn").Process(
+        target=_stage_and_die, args=(root, folder, 100, at)
+    )
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
@@ -307,7 +314,9 @@ def test_eight_watchers_on_one_host_read_the_store_once(
     assert counting_store.read == manifest.nbytes
 
 
-def test_versions_in_use_stay_and_the_newest_besides(root: str, publisher: TestPublisher, folder: str) -> None:
+def test_versions_in_use_stay_and_the_newest_besides(
+    root: str, publisher: TestPublisher, folder: str
+) -> None:
     channel, stage, other = Channel.open(root), Stage(folder, keep=2), Stage(folder, keep=2)
     first = other.stage(channel, publisher.publish())
     for _ in range(4):
@@ -330,7 +339,11 @@ def test_a_dead_process_holds_nothing(root: str, publisher: TestPublisher, folde
 
 
 def test_a_full_stage_is_told_before_any_byte_is_read(
-    root: str, publisher: TestPublisher, folder: str, counting_store: CountingStore, monkeypatch: pytest.MonkeyPatch
+    root: str,
+    publisher: TestPublisher,
+    folder: str,
+    counting_store: CountingStore,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     manifest = publisher.publish()
     usage = type("Usage", (), {"free": 1000})

@@ -55,7 +55,7 @@ def shard_of(root: str, manifest: Manifest) -> str:
     return os.path.join(root, manifest.folder, "model-00002-of-00002.safetensors")
 
 
-# -- the good way ------------------------------------------------------------------------------------------------
+# -- the good way ----------------------------------------------------------------------------------------
 
 
 def test_it_is_not_ready_before_the_first_confirmed_load(watch: Watch, engine: FakeEngine, root: str) -> None:
@@ -126,7 +126,9 @@ def test_a_publisher_that_is_faster_than_staging_does_not_starve_the_engine(
     assert step(watcher).state == "serving"
 
 
-def test_every_follows_each_version_in_order(watch: Watch, engine: FakeEngine, publisher: TestPublisher) -> None:
+def test_every_follows_each_version_in_order(
+    watch: Watch, engine: FakeEngine, publisher: TestPublisher
+) -> None:
     for _ in range(3):
         publisher.publish()
     watcher = watch(engine, follow="every")
@@ -134,7 +136,9 @@ def test_every_follows_each_version_in_order(watch: Watch, engine: FakeEngine, p
     assert watcher.step() is None
 
 
-def test_an_exact_version_is_waited_for_and_kept(watch: Watch, engine: FakeEngine, publisher: TestPublisher) -> None:
+def test_an_exact_version_is_waited_for_and_kept(
+    watch: Watch, engine: FakeEngine, publisher: TestPublisher
+) -> None:
     publisher.publish()
     watcher = watch(engine, follow="e1-v2")
     assert watcher.step() is None
@@ -174,7 +178,8 @@ def test_load_version_goes_back_and_forward_and_raises_what_goes_wrong(
 def test_a_new_watcher_of_an_old_engine_can_still_go_back(
     watch: Watch, publisher: TestPublisher, root: str
 ) -> None:
-    """The engine outlived its watcher: what it serves is in the stage, and is where a failed load returns to."""
+    """The engine outlived its watcher: what it serves is in the stage, and is where a failed load returns
+    to."""
     engine = Failing(SCHEMA)
     first = publisher.publish()
     step(watch(engine))
@@ -186,7 +191,7 @@ def test_a_new_watcher_of_an_old_engine_can_still_go_back(
     assert watcher.health.ready
 
 
-# -- discovery ---------------------------------------------------------------------------------------------------
+# -- discovery -------------------------------------------------------------------------------------------
 
 
 def run_until(watcher: Watcher, done: Callable[[], bool], seconds: float = 20.0) -> None:
@@ -266,7 +271,7 @@ def test_a_store_that_comes_and_goes_does_not_end_the_loop(
     assert watcher.health.reason == ""
 
 
-# -- what is never loaded ----------------------------------------------------------------------------------------
+# -- what is never loaded --------------------------------------------------------------------------------
 
 
 def test_case_1_a_version_without_a_manifest_is_not_a_version(
@@ -332,7 +337,9 @@ def resealed(data: bytes) -> bytes:
     return canonical({**body, "manifest_digest": sha256(canonical(body))})
 
 
-def test_a_torn_head_is_only_a_hint(watch: Watch, engine: FakeEngine, publisher: TestPublisher, root: str) -> None:
+def test_a_torn_head_is_only_a_hint(
+    watch: Watch, engine: FakeEngine, publisher: TestPublisher, root: str
+) -> None:
     watcher = watch(engine)
     for torn in (b"", b'{"epoch": 1, "num', b"\x00" * 40):
         manifest = publisher.publish()
@@ -488,7 +495,7 @@ def test_case_29_a_version_collected_before_it_was_read_gives_way_to_the_newest(
     assert step(watcher).label == "e1-v1"
 
 
-# -- the pause ---------------------------------------------------------------------------------------------------
+# -- the pause -------------------------------------------------------------------------------------------
 
 
 def test_the_store_is_not_touched_while_the_engine_is_paused(
@@ -537,7 +544,9 @@ def test_case_101_whatever_fails_between_pause_and_resume_the_engine_ends_resume
     assert step(watcher).label == "e1-v3"
 
 
-def test_case_58_a_failed_load_never_counts_as_applied(watch: Watch, publisher: TestPublisher, root: str) -> None:
+def test_case_58_a_failed_load_never_counts_as_applied(
+    watch: Watch, publisher: TestPublisher, root: str
+) -> None:
     engine = Failing(SCHEMA)
     publisher.publish()
     watcher = watch(engine)
@@ -620,7 +629,9 @@ def test_a_dirty_engine_is_brought_back_to_the_last_good_version_later(
     assert engine.weights in {weights(root, good), weights(root, publisher.channel.latest())}
 
 
-def test_an_engine_that_does_not_hear_the_resume_is_told_again(watch: Watch, publisher: TestPublisher) -> None:
+def test_an_engine_that_does_not_hear_the_resume_is_told_again(
+    watch: Watch, publisher: TestPublisher
+) -> None:
     engine = Failing(SCHEMA)
     publisher.publish()
     watcher = watch(engine)
@@ -648,7 +659,7 @@ def test_an_interrupt_in_mid_load_is_raised_again_after_the_way_back(
     assert (engine.weights, engine.paused) == (weights(root, good), False)
 
 
-# -- proof and restarts ------------------------------------------------------------------------------------------
+# -- proof and restarts ----------------------------------------------------------------------------------
 
 
 def test_case_105_an_engine_that_does_not_take_the_label_is_never_ready(
@@ -690,7 +701,9 @@ def test_a_restarted_engine_is_served_from_the_stage_while_the_store_is_down(
     watch: Watch, engine: FakeEngine, publisher: TestPublisher, root: str
 ) -> None:
     publisher.publish()
-    outage = FailingHook(lambda: StoreUnavailable("down"), matching("open", "list", "write", "delete"), times=0)
+    outage = FailingHook(
+        lambda: StoreUnavailable("down"), matching("open", "list", "write", "delete"), times=0
+    )
     watcher = watch(engine, root=HookedStore(LocalStore(root), outage))
     step(watcher)
     outage.times = 1 << 30
@@ -710,7 +723,9 @@ def test_weights_that_somebody_else_loaded_are_replaced(
     assert engine.weights == weights(root, manifest)
 
 
-def test_an_engine_that_is_away_for_a_moment_is_not_loaded_again(watch: Watch, publisher: TestPublisher) -> None:
+def test_an_engine_that_is_away_for_a_moment_is_not_loaded_again(
+    watch: Watch, publisher: TestPublisher
+) -> None:
     engine = Failing(SCHEMA)
     publisher.publish()
     watcher = watch(engine)
@@ -767,7 +782,9 @@ def test_a_receipt_that_cannot_be_written_does_not_matter(
     assert len([r for r in caplog.records if "no receipt can be written" in r.getMessage()]) == 1
 
 
-def test_load_version_refuses_what_does_not_fit(watch: Watch, engine: FakeEngine, publisher: TestPublisher) -> None:
+def test_load_version_refuses_what_does_not_fit(
+    watch: Watch, engine: FakeEngine, publisher: TestPublisher
+) -> None:
     publisher.publish(specs=SPECS[:-1])
     with pytest.raises(SchemaMismatch):
         watch(engine).load_version("latest")

@@ -1,0 +1,177 @@
+"""From a published folder over a store into a real server, through the real watcher; and what goes wrong there."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import pytest
+
+from ckptsync.channel import Channel
+from ckptsync.copies import export_version
+from ckptsync.engine import Engine, StagedVersion
+from ckptsync.export.source import CheckpointSource
+from ckptsync.publish import Publisher
+from ckptsync.store import open_store
+from ckptsync.store.base import Store
+from watchers.engines.sglang import SglangEngine
+from watchers.engines.vllm import VllmEngine
+from watchers.watcher import Watcher
+
+from .conftest import Server, Start, models, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(1200)]
+
+Publish = Callable[..., str]
+
+
+@pytest.fixture(params=["vllm", "sglang"])
+def server(request: pytest.FixtureRequest) -> Server:
+    return request.getfixturevalue(f"{request.param}_server")
+
+
+def adapter(server: Server) -> Engine:
+    return VllmEngine(server.url) if server.engine == "vllm" else SglangEngine(server.url)
+
+
+@pytest.fixture
+def watch(server: Server, tmp_path) -> Iterator[Callable[..., Watcher]]:
+    """A watcher of the server; whatever happens, the next test finds one that serves."""
+    watchers: list[Watcher] = []
+
+    def make(root: str | Store, engine: Engine | None = None, **options) -> Watcher:
+        watcher = Watcher(root, engine or adapter(server), stage=str(tmp_path / "stage"), reader="r", **options)
+        watchers.append(watcher)
+        return watcher
+
+    yield make
+    for watcher in watchers:
+        watcher.close()
+    with closing(adapter(server)) as engine:
+        if engine.status().paused:
+            engine.resume()
+
+
+def publisher_of(root: str | Store, tmp_path) -> tuple[Publisher, Publish]:
+    publisher = Publisher(root)
+
+    def publish(seed: int, **shape: int) -> str:
+        folder = models.tiny_model(str(tmp_path / f"seed{seed}"), seed, **shape)
+        return publisher.publish(CheckpointSource(folder), assets=folder).version.label
+
+    return publisher, publish
+
+
+@pytest.mark.s3
+def test_over_s3_every_version_serves_the_tokens_of_a_fresh_server_forwards_and_back(
+    server: Server, watch, s3_root, tmp_path, fresh_server: Start
+) -> None:
+    store = open_store(s3_root.url, options=s3_root.options)
+    publisher, publish = publisher_of(store, tmp_path)
+    watcher = watch(store)
+    tokens = {}
+    for seed in (21, 22, 23):
+        label = publish(seed)
+        receipt = watcher.step()
+        assert receipt is not None and (receipt.state, receipt.label) == ("serving", label), receipt
+        tokens[label] = server.tokens()
+    publisher.close()
+    assert watcher.health.ready
+    assert len({str(found) for found in tokens.values()}) == 3, "the versions must answer differently"
+
+    for label in ("e1-v1", "e1-v3", "e1-v1"):
+        receipt = watcher.load_version(label)
+        assert (receipt.state, receipt.label) == ("serving", label)
+        assert server.tokens() == tokens[label]
+        assert watcher.engine.status().label == label
+
+    channel = Channel.open(store)
+    export_version(channel, channel.resolve("1"), str(tmp_path / "v1"))
+    assert fresh_server(server.engine, str(tmp_path / "v1")).tokens() == tokens["e1-v1"]
+
+
+def test_a_version_that_is_damaged_or_does_not_fit_never_reaches_the_server(server: Server, watch, tmp_path) -> None:
+    root = str(tmp_path / "root")
+    publisher, publish = publisher_of(root, tmp_path)
+    watcher = watch(root)
+    publish(31)
+    assert watcher.step().state == "serving"
+    served = server.tokens()
+
+    publish(32)
+    flip_a_bit(root, "2")
+    publish(33, intermediate_size=128)
+    pauses = count_pauses(watcher.engine)
+    for _ in range(4):
+        watcher.step()
+    assert pauses == []
+    assert server.tokens() == served
+    assert (watcher.health.ready, watcher.health.version) == (True, "e1-v1")
+    assert "down_proj" in watcher.health.reason or "e1-v3" in watcher.health.reason
+
+    publish(34)
+    assert watcher.step().label == "e1-v4"
+    assert server.tokens() != served
+    publisher.close()
+
+
+def flip_a_bit(root: str, label: str) -> None:
+    manifest = Channel.open(root).resolve(label)
+    file = next(f.name for f in manifest.tracks["model"].files if f.name.endswith(".safetensors"))
+    with open(os.path.join(root, manifest.folder, file), "r+b") as shard:
+        shard.seek(-1000, os.SEEK_END)
+        byte = shard.read(1)[0]
+        shard.seek(-1, os.SEEK_CUR)
+        shard.write(bytes([byte ^ 4]))
+
+
+def count_pauses(engine: Engine) -> list[str]:
+    seen: list[str] = []
+    pause = engine.pause
+
+    def counted() -> None:
+        seen.append("pause")
+        pause()
+
+    engine.pause = counted  # type: ignore[method-assign]
+    return seen
+
+
+def test_a_server_killed_in_mid_load_comes_back_on_the_current_version_before_it_is_ready(
+    server: Server, watch, tmp_path
+) -> None:
+    root = str(tmp_path / "root")
+    publisher, publish = publisher_of(root, tmp_path)
+    engine = adapter(server)
+    watcher = watch(root, engine)
+    publish(41)
+    assert watcher.step().state == "serving"
+    publish(42)
+    publisher.close()
+
+    update = engine.update
+    engine.update = lambda version: killed_while(server, update, version)  # type: ignore[method-assign]
+    assert watcher.step().state != "serving"
+    assert not watcher.health.ready
+    engine.update = update  # type: ignore[method-assign]
+
+    server.restart()
+    until(lambda: watcher.step() is not None and watcher.health.ready, 120, "the watcher has loaded a version")
+    until(lambda: watcher.health.version == "e1-v2" or watcher.step() is None, 120, "nothing is left to do")
+    assert watcher.health.version == engine.status().label == "e1-v2"
+
+    served = server.tokens()
+    server.restart()
+    assert engine.status().label == "", "it came up on its base weights"
+    watcher.step()
+    assert (watcher.health.ready, engine.status().label) == (True, "e1-v2")
+    assert server.tokens() == served
+
+
+def killed_while(server: Server, update: Callable[[StagedVersion], None], version: StagedVersion) -> None:
+    assert server.process is not None
+    os.killpg(server.process.pid, signal.SIGKILL)
+    server.process.wait()
+    update(version)
