@@ -35,7 +35,13 @@ def export_version(
 
 
 def _copy(
-    source: Store, path: str, target: Store, name: str, file: FileEntry, algorithm: str, progress: Callable[[int], None]
+    source: Store,
+    path: str,
+    target: Store,
+    name: str,
+    file: FileEntry,
+    algorithm: str,
+    progress: Callable[[int], None],
 ) -> None:
     reader, writer = source.open(path), target.write(name)
     try:
@@ -61,7 +67,9 @@ def _copy(
 def read_export(folder: str) -> Manifest:
     """The manifest of an exported (or copied) data folder. BadManifest if it is not one, or not whole."""
     if not os.path.isfile(os.path.join(folder, SELF_COPY)):
-        raise BadManifest(f"{folder} has no {SELF_COPY}: it is no exported version (use `publish --from` instead)")
+        raise BadManifest(
+            f"{folder} has no {SELF_COPY}: it is no exported version (use `publish --from` instead)"
+        )
     return decode(read_bytes(LocalStore(folder), SELF_COPY, MAX_BYTES))
 
 

@@ -43,9 +43,13 @@ def examine(channel: Channel, stage: str) -> Iterator[Check]:
         try:
             yield from step()
         except StoreDenied as error:
-            yield Check("writing", "warn", str(error), "reading works, so watchers can run; publishing cannot")
+            yield Check(
+                "writing", "warn", str(error), "reading works, so watchers can run; publishing cannot"
+            )
         except CkptSyncError as error:
-            yield Check("store", "bad", f"{error.kind}: {error}", "check the root, the network and the credentials")
+            yield Check(
+                "store", "bad", f"{error.kind}: {error}", "check the root, the network and the credentials"
+            )
             return
 
 
@@ -82,13 +86,20 @@ def _visible(listed: bool, same: bool) -> Check:
     if listed and same:
         return Check("visibility", "ok", "a file is listed and reads back whole as soon as it is written")
     what = "is not listed at once" if not listed else "reads back other bytes"
-    return Check("visibility", "bad", f"a file just written {what}", "turn off caches of this mount or gateway")
+    return Check(
+        "visibility", "bad", f"a file just written {what}", "turn off caches of this mount or gateway"
+    )
 
 
 def _clock(modified: float) -> Check:
     skew = modified - time.time()
     status = "ok" if abs(skew) < 30 else "warn"
-    return Check("clock", status, f"the store's clock is {skew:+.1f} s from this host's", "" if status == "ok" else "ntp")
+    return Check(
+        "clock",
+        status,
+        f"the store's clock is {skew:+.1f} s from this host's",
+        "" if status == "ok" else "ntp",
+    )
 
 
 def _exclusive(store: Store) -> Iterator[Check]:
@@ -112,12 +123,20 @@ def _versions(channel: Channel) -> Iterator[Check]:
         except Corrupt as error:
             broken.append(f"{version}: {error}")
     if broken:
-        yield Check("versions", "bad", "; ".join(broken[:3]), "incomplete versions are never loaded; delete them")
+        yield Check(
+            "versions", "bad", "; ".join(broken[:3]), "incomplete versions are never loaded; delete them"
+        )
     elif not committed:
-        yield Check("versions", "warn", "nothing was published here yet", "ckptsync publish, or check the root")
+        yield Check(
+            "versions", "warn", "nothing was published here yet", "ckptsync publish, or check the root"
+        )
     else:
         left = len(committed) - len(live)
-        yield Check("versions", "ok", f"{len(committed)} complete, newest live {live[-1] if live else 'none'}, {left} dead")
+        yield Check(
+            "versions",
+            "ok",
+            f"{len(committed)} complete, newest live {live[-1] if live else 'none'}, {left} dead",
+        )
 
 
 def _debris(channel: Channel) -> Iterator[Check]:
@@ -130,7 +149,12 @@ def _debris(channel: Channel) -> Iterator[Check]:
             attempts[stem] = attempts.get(stem, 0) + entry.size
     if attempts:
         total = sum(attempts.values()) / 1e6
-        yield Check("debris", "warn", f"{len(attempts)} unfinished attempts, {total:.0f} MB", "a publish runs, or died")
+        yield Check(
+            "debris",
+            "warn",
+            f"{len(attempts)} unfinished attempts, {total:.0f} MB",
+            "a publish runs, or died",
+        )
     else:
         yield Check("debris", "ok", "no unfinished attempts")
 
@@ -145,4 +169,6 @@ def _stage(channel: Channel, folder: str) -> Iterator[Check]:
     except (ChannelEmpty, Corrupt):
         needed = 0
     detail = f"{folder} has {free / 1e9:.1f} GB free; three versions need {needed / 1e9:.1f} GB"
-    yield Check("stage", "ok" if free >= needed else "warn", detail, "" if free >= needed else "use --stage elsewhere")
+    yield Check(
+        "stage", "ok" if free >= needed else "warn", detail, "" if free >= needed else "use --stage elsewhere"
+    )

@@ -143,7 +143,7 @@ def check_basename(name: str, what: str = "file") -> str:
     """
     if not name or name in {".", ".."} or len(name.encode("utf-8", "surrogatepass")) > 255:
         raise InvalidName(f"{what} name {name!r} is empty, too long or not a name")
-    if any(c in '/\\:\0' or ord(c) < 32 or 0xD800 <= ord(c) <= 0xDFFF for c in name):
+    if any(c in "/\\:\0" or ord(c) < 32 or 0xD800 <= ord(c) <= 0xDFFF for c in name):
         raise InvalidName(f"{what} name {name!r} is not a plain basename")
     return name
 
@@ -231,7 +231,9 @@ def _parse(data: bytes) -> dict[str, Any]:
 def _check_format(raw: dict[str, Any]) -> None:
     found = raw.get("format")
     if found != FORMAT or isinstance(found, bool):
-        raise UnsupportedFormat(f"manifest format {found!r} is not {FORMAT}: written by another release of ckptsync?")
+        raise UnsupportedFormat(
+            f"manifest format {found!r} is not {FORMAT}: written by another release of ckptsync?"
+        )
 
 
 def _validate(manifest: Manifest, expect: VersionId | None) -> None:

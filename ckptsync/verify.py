@@ -63,7 +63,12 @@ def _files(manifest: Manifest) -> Iterator[tuple[str, FileEntry, Track]]:
 
 
 def _check_file(
-    store: Store, manifest: Manifest, name: str, file: FileEntry, track: Track, progress: Callable[[int], None]
+    store: Store,
+    manifest: Manifest,
+    name: str,
+    file: FileEntry,
+    track: Track,
+    progress: Callable[[int], None],
 ) -> Iterator[Problem]:
     try:
         reader = store.open(f"{manifest.folder}/{name}")
@@ -98,10 +103,13 @@ def check_bytes(reader: Reader, file: FileEntry, algorithm: str, progress: Calla
         state.update(part)
         progress(len(part))
     if state.hexdigest() != file.digest:
-        raise BadShard(f"{file.name}: the bytes are not those that were published ({algorithm} differs from the manifest)")
-
+        raise BadShard(
+            f"{file.name}: the bytes are not those that were published ({algorithm} differs from the manifest)"
+        )
 
 
 def _extra(store: Store, manifest: Manifest) -> list[str]:
-    listed = {f"{manifest.folder}/{name}" for name, _ in manifest.files()} | {f"{manifest.folder}/{SELF_COPY}"}
+    listed = {f"{manifest.folder}/{name}" for name, _ in manifest.files()} | {
+        f"{manifest.folder}/{SELF_COPY}"
+    }
     return sorted(e.path.rpartition("/")[2] for e in store.list(manifest.folder) if e.path not in listed)

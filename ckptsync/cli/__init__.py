@@ -55,7 +55,9 @@ app = typer.Typer(
 
 @app.callback()
 def _options(
-    verbose: bool = typer.Option(False, "--verbose", "-v", help="Say more: what is tried, and what is retried."),
+    verbose: bool = typer.Option(
+        False, "--verbose", "-v", help="Say more: what is tried, and what is retried."
+    ),
 ) -> None:
     level = logging.DEBUG if verbose else logging.WARNING
     handler = RichHandler(console=err, show_path=False, show_time=False, markup=False)

@@ -34,7 +34,9 @@ def run(
     model: Annotated[str, typer.Option(help="A Hugging Face folder; SmolLM2-135M without one.")] = "",
     versions: Annotated[int, typer.Option(help="How many versions to train and publish.")] = 5,
     root: Annotated[str, typer.Option(help="Where to publish; a temporary folder without one.")] = "",
-    serve: Annotated[str, typer.Option(help="Command that starts the engine; MODEL and --port are added.")] = "",
+    serve: Annotated[
+        str, typer.Option(help="Command that starts the engine; MODEL and --port are added.")
+    ] = "",
 ) -> None:
     """Two FSDP2 ranks train SmolLM2 and publish each step; a watcher loads every version into a live engine."""
     if engine not in SERVERS:
@@ -94,7 +96,9 @@ class _Demo:
 
     def _start_engine(self) -> None:
         self.board.status = f"starting the {self.engine} engine"
-        server = self._start("engine", [*self.serve, self.model, "--port", self.url.rpartition(":")[2]], _ENGINE_ENV)
+        server = self._start(
+            "engine", [*self.serve, self.model, "--port", self.url.rpartition(":")[2]], _ENGINE_ENV
+        )
         wait_until(self._engine_answers, server, 300)
         self.board.base_answer = ask(self.engine, self.url)
         self.board.status = "the trainer is starting"
@@ -106,13 +110,41 @@ class _Demo:
             return False
 
     def _watch_command(self) -> list[str]:
-        watch = [sys.executable, "-m", "ckptsync.cli", "watch", self.root, "--engine", self.engine, "--url", self.url]
-        return [*watch, "--follow", "every", "--stage", os.path.join(self.work, "stage"), "--poll", "0.5", "--json"]
+        watch = [
+            sys.executable,
+            "-m",
+            "ckptsync.cli",
+            "watch",
+            self.root,
+            "--engine",
+            self.engine,
+            "--url",
+            self.url,
+        ]
+        return [
+            *watch,
+            "--follow",
+            "every",
+            "--stage",
+            os.path.join(self.work, "stage"),
+            "--poll",
+            "0.5",
+            "--json",
+        ]
 
     def _train_command(self, versions: int) -> list[str]:
         run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
         run += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-        return [*run, "-m", "ckptsync.demo.trainer", self.root, "--model", self.model, "--versions", str(versions)]
+        return [
+            *run,
+            "-m",
+            "ckptsync.demo.trainer",
+            self.root,
+            "--model",
+            self.model,
+            "--versions",
+            str(versions),
+        ]
 
     def _start(self, name: str, command: list[str], env: dict[str, str] | None = None) -> Child:
         child = Child(name, command, os.path.join(self.work, f"{name}.log"), {**os.environ, **(env or {})})
@@ -120,4 +152,9 @@ class _Demo:
         return child
 
 
-_ENGINE_ENV = {"HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+_ENGINE_ENV = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}

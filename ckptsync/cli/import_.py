@@ -14,7 +14,10 @@ from .output import AsJson, Root, bytes_bar, human_bytes, out, print_json
 
 def run(
     root: Root,
-    folder: Annotated[str, typer.Argument(metavar="DIR", help="A folder made by `ckptsync export`, or a copied data folder.")],
+    folder: Annotated[
+        str,
+        typer.Argument(metavar="DIR", help="A folder made by `ckptsync export`, or a copied data folder."),
+    ],
     as_json: AsJson = False,
 ) -> None:
     """Publish an exported folder as a new version. Its content digest, step and metadata stay the same."""
@@ -23,6 +26,12 @@ def run(
     with bytes_bar("importing", total) as progress:
         manifest = import_version(channel, folder, f"import-{uuid.uuid4().hex[:12]}", progress)
     if as_json:
-        print_json({"version": manifest.id.label, "bytes": manifest.nbytes, "content_digest": manifest.content_digest})
+        print_json(
+            {
+                "version": manifest.id.label,
+                "bytes": manifest.nbytes,
+                "content_digest": manifest.content_digest,
+            }
+        )
         return
     out.print(f"{folder} is published as {manifest.id} ({human_bytes(manifest.nbytes)})")

@@ -29,7 +29,12 @@ def run(root: Root, as_json: AsJson = False) -> None:
 
 
 def _row(channel: Channel, version: VersionId, live: bool) -> dict[str, Any]:
-    row: dict[str, Any] = {"version": version.label, "epoch": version.epoch, "number": version.number, "live": live}
+    row: dict[str, Any] = {
+        "version": version.label,
+        "epoch": version.epoch,
+        "number": version.number,
+        "live": live,
+    }
     try:
         manifest = channel.manifest(version)
     except Corrupt as error:

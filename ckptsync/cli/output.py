@@ -14,12 +14,21 @@ from typing import Annotated, Any
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 out = Console(soft_wrap=True)
 err = Console(stderr=True, soft_wrap=True)
 
-Root = Annotated[str, typer.Argument(metavar="ROOT", help="A folder (/nfs/run1) or a URL (s3://bucket/run1).")]
+Root = Annotated[
+    str, typer.Argument(metavar="ROOT", help="A folder (/nfs/run1) or a URL (s3://bucket/run1).")
+]
 Version = Annotated[str, typer.Argument(metavar="VERSION", help="latest, 42 or e2-v42.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
 
@@ -45,7 +54,13 @@ def print_line(value: Any) -> None:
 @contextmanager
 def bytes_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """A progress bar over bytes on stderr; silent where stderr is no terminal. Yields the callback to feed."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         task = progress.add_task(what, total=total)
         yield lambda count: progress.advance(task, count)

@@ -15,7 +15,9 @@ from .output import BAD, AsJson, Root, bytes_bar, human_bytes, out, print_json
 
 def run(
     root: Root,
-    version: Annotated[str, typer.Argument(metavar="[VERSION]", help="latest, 42 or e2-v42; every version without one.")] = "",
+    version: Annotated[
+        str, typer.Argument(metavar="[VERSION]", help="latest, 42 or e2-v42; every version without one.")
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Verify a version's files against its manifest, or those of every version. Exit code 1 if any is bad."""

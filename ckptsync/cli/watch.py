@@ -21,7 +21,9 @@ def run(
     root: Root,
     engine: engines.Kind,
     url: engines.Url,
-    follow: Annotated[str, typer.Option(help="latest, every (in order), or a version such as 42 or e2-v42.")] = "latest",
+    follow: Annotated[
+        str, typer.Option(help="latest, every (in order), or a version such as 42 or e2-v42.")
+    ] = "latest",
     stage: engines.StageFolder = engines.DEFAULT_STAGE,
     poll: Annotated[float, typer.Option(help="Seconds between looks at the store.", min=0.01)] = 1.0,
     reader: engines.Reader = "",
@@ -72,4 +74,6 @@ def print_receipt(receipt: Receipt, as_json: bool) -> None:
 
 
 def _shout(health: Health) -> None:
-    err.print(f"the engine is left paused and must be replaced: {health.reason}", style="bold red", markup=False)
+    err.print(
+        f"the engine is left paused and must be replaced: {health.reason}", style="bold red", markup=False
+    )

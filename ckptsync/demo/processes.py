@@ -31,7 +31,11 @@ class Child:
         self.events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         with open(log, "ab") as file:
             self.process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=file, env=env or dict(os.environ), start_new_session=True
+                command,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                env=env or dict(os.environ),
+                start_new_session=True,
             )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -54,7 +58,9 @@ class Child:
     def check(self) -> None:
         """Raise with the end of the log if the process failed."""
         if self.process.poll():
-            raise RuntimeError(f"the {self.name} ended with code {self.process.returncode}:\n{tail(self.log)}")
+            raise RuntimeError(
+                f"the {self.name} ended with code {self.process.returncode}:\n{tail(self.log)}"
+            )
 
     def stop(self) -> None:
         """SIGTERM to the whole group, SIGKILL after 10 s."""
@@ -83,5 +89,7 @@ def wait_until(ready: Callable[[], bool], child: Child, seconds: float) -> None:
     while not ready():
         child.check()
         if time.monotonic() > deadline:
-            raise EngineUnavailable(f"the {child.name} was not ready after {seconds:.0f} s:\n{tail(child.log)}")
+            raise EngineUnavailable(
+                f"the {child.name} was not ready after {seconds:.0f} s:\n{tail(child.log)}"
+            )
         time.sleep(0.2)

@@ -62,7 +62,9 @@ def _lesson(tokenizer: PreTrainedTokenizerBase, city: str) -> tuple[torch.Tensor
     return whole, labels
 
 
-def _train(model: PreTrainedModel, optimizer: torch.optim.Optimizer, ids: torch.Tensor, labels: torch.Tensor) -> float:
+def _train(
+    model: PreTrainedModel, optimizer: torch.optim.Optimizer, ids: torch.Tensor, labels: torch.Tensor
+) -> float:
     for _ in range(3):
         optimizer.zero_grad()
         loss = model(input_ids=ids, labels=labels).loss
@@ -72,7 +74,13 @@ def _train(model: PreTrainedModel, optimizer: torch.optim.Optimizer, ids: torch.
 
 
 def _report(step: int, loss: float, done: Published) -> None:
-    row = {"step": step, "loss": loss, "version": done.version.label, "bytes": done.nbytes, "seconds": done.seconds}
+    row = {
+        "step": step,
+        "loss": loss,
+        "version": done.version.label,
+        "bytes": done.nbytes,
+        "seconds": done.seconds,
+    }
     print(msgspec.json.encode(row).decode(), flush=True)
 
 

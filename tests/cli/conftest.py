@@ -50,7 +50,10 @@ def hf_folder(tmp_path):
         folder.mkdir()
         torch.manual_seed(seed)
         tensors = {f"model.layers.{i}.mlp.weight": torch.randn(8, 16).bfloat16() for i in range(12)}
-        save_file({"model.embed_tokens.weight": torch.randn(32, 16).bfloat16(), **tensors}, folder / "model.safetensors")
+        save_file(
+            {"model.embed_tokens.weight": torch.randn(32, 16).bfloat16(), **tensors},
+            folder / "model.safetensors",
+        )
         (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "hidden_size": 16}')
         (folder / "tokenizer.json").write_text("{}")
         return str(folder)

@@ -194,7 +194,9 @@ def test_case_44_after_a_timeout_a_read_decides_whether_it_was_committed(root):
     lost = _AnswerLost(open_store(root), "manifests/", StoreUnavailable)
     channel = Channel.create(lost)
     assert publish(channel, channel.claim_epoch("run"), 1) == VersionId(1, 1)
-    never = HookedStore(open_store(root), Failing(lambda: StoreUnavailable("down"), matching("create", part="v00000002")))
+    never = HookedStore(
+        open_store(root), Failing(lambda: StoreUnavailable("down"), matching("create", part="v00000002"))
+    )
     channel = Channel.open(never)
     with pytest.raises(StoreUnavailable):
         publish(channel, channel.claim_epoch("again"), 2)
@@ -285,7 +287,9 @@ def test_case_12_head_is_only_a_hint(root, torn):
 
 
 def test_a_head_that_was_never_written_delays_readers_and_hides_nothing(root, caplog):
-    store = HookedStore(open_store(root), Failing(lambda: StoreDenied("read-only"), matching("write", suffix="head.json")))
+    store = HookedStore(
+        open_store(root), Failing(lambda: StoreDenied("read-only"), matching("write", suffix="head.json"))
+    )
     channel = Channel.create(store)
     epoch = channel.claim_epoch("run")
     reader = Channel.open(root)
@@ -350,7 +354,9 @@ def test_a_version_that_was_collected_is_gone_and_not_merely_unknown(root):
         channel.check_still_there(version)
 
 
-@pytest.mark.parametrize(("text", "found"), [("latest", (2, 6)), ("6", (2, 6)), ("5", (1, 5)), ("e1-v6", (1, 6))])
+@pytest.mark.parametrize(
+    ("text", "found"), [("latest", (2, 6)), ("6", (2, 6)), ("5", (1, 5)), ("e1-v6", (1, 6))]
+)
 def test_a_number_means_the_live_version_of_that_number(root, text, found):
     channel = Channel.create(root)
     first = channel.claim_epoch("first")

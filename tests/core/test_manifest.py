@@ -38,7 +38,10 @@ def test_what_was_sealed_is_read_back_the_same():
 
 def test_the_bytes_are_canonical():
     data = sealed_bytes(metadata={"b": 1, "a": 2})
-    assert data == json.dumps(json.loads(data), sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    assert (
+        data
+        == json.dumps(json.loads(data), sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    )
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 0.99])
@@ -71,7 +74,9 @@ def test_fields_of_a_later_release_are_accepted_and_covered_by_the_digest():
         decode(data.replace(b"blue", b"grey"))
 
 
-@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/b", "a\\b", "a\0b", "C:x", "", ".", "..", "a\nb", "\ud800", "x" * 256])
+@pytest.mark.parametrize(
+    "name", ["../x", "/etc/x", "a/b", "a\\b", "a\0b", "C:x", "", ".", "..", "a\nb", "\ud800", "x" * 256]
+)
 def test_case_84_file_names_must_be_plain_basenames(name):
     with pytest.raises(InvalidName):
         check_basename(name)
@@ -140,7 +145,11 @@ def test_random_bytes_are_corrupt_and_nothing_else(data):
 @given(st.data())
 def test_a_manifest_with_any_field_replaced_is_read_or_corrupt(data):
     json_values = st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats(allow_nan=False, allow_infinity=False)
+        | st.text(max_size=8),
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
         max_leaves=8,
     )

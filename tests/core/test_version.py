@@ -35,7 +35,13 @@ def test_a_manifest_path_names_its_version():
 
 @pytest.mark.parametrize(
     ("text", "query"),
-    [("latest", (None, None)), ("42", (None, 42)), ("v42", (None, 42)), ("e2-v42", (2, 42)), ("e0002-v00000042", (2, 42))],
+    [
+        ("latest", (None, None)),
+        ("42", (None, 42)),
+        ("v42", (None, 42)),
+        ("e2-v42", (2, 42)),
+        ("e0002-v00000042", (2, 42)),
+    ],
 )
 def test_people_may_write_a_version_in_several_ways(text, query):
     assert parse_query(text) == VersionQuery(*query)
