@@ -162,9 +162,7 @@ def run(root: str, gb: float, rounds: int) -> list[Row]:
         "ShardWriter": shards.write_shard,
         "save_file + fsync": shards.write_safetensors,
     }
-    written = compare(
-        "write", shards.gb, rounds, writes, lambda: shards.drop("plain", shards.plan.file, "theirs")
-    )
+    written = compare("write", shards.gb, rounds, writes, lambda: shards.drop("plain", shards.plan.file, "theirs"))
     shards.write_shard()
     shards.write_safetensors()
     reads = {
@@ -181,16 +179,12 @@ def table(rows: list[Row]) -> Table:
     for heading in ("GB/s", "of plain", "cpu s/GB"):
         out.add_column(heading, justify="right")
     for row in rows:
-        out.add_row(
-            row.task, row.contender, f"{row.gb_per_s:.2f}", f"{row.ratio:.2f}", f"{row.cpu_s_per_gb:.3f}"
-        )
+        out.add_row(row.task, row.contender, f"{row.gb_per_s:.2f}", f"{row.ratio:.2f}", f"{row.cpu_s_per_gb:.3f}")
     return out
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=2.0)
     parser.add_argument("--root", help="a folder on the disk to be measured; not tmpfs")
     parser.add_argument("--rounds", type=int, default=5)

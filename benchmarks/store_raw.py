@@ -60,9 +60,7 @@ def _cpu() -> float:
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
-def compare(
-    candidates: Candidates, rounds: int, prepare: Callable[[], None] = lambda: None
-) -> dict[str, list[Run]]:
+def compare(candidates: Candidates, rounds: int, prepare: Callable[[], None] = lambda: None) -> dict[str, list[Run]]:
     """Every candidate once per round; each round begins with another one."""
     names = list(candidates)
     runs: dict[str, list[Run]] = {name: [] for name in names}
@@ -289,9 +287,7 @@ def show(title: str, table: dict[str, dict[str, float]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", default=tempfile.gettempdir(), help="where the disk to measure is")
     parser.add_argument("--gb", type=float, default=2.0, help="size of the file on disk")
     parser.add_argument("--s3-mb", type=int, default=256, help="size of the object on S3")

@@ -65,9 +65,7 @@ def _from_model(model: object, dtype: torch.dtype | None) -> dict[str, bytes]:
         # As transformers' save_pretrained does it; fully_shard puts FSDP before the class's name.
         fields["architectures"] = fields.get("architectures") or [type(owner).__name__.removeprefix("FSDP")]
         if (stored := _stored_dtype(owner, dtype)) is not None:
-            fields["dtype" if hasattr(config, "dtype") else "torch_dtype"] = str(stored).removeprefix(
-                "torch."
-            )
+            fields["dtype" if hasattr(config, "dtype") else "torch_dtype"] = str(stored).removeprefix("torch.")
         found[CONFIG] = _dump(fields)
     if (fields := _as_json(generation)) is not None:
         found[GENERATION_CONFIG] = _dump(fields)

@@ -133,9 +133,7 @@ class Attempt:
         self._paths.append(path)
         return path
 
-    def _write_held(
-        self, held: dict[str, torch.Tensor], shard_bytes: int, *, first_only: bool = False
-    ) -> None:
+    def _write_held(self, held: dict[str, torch.Tensor], shard_bytes: int, *, first_only: bool = False) -> None:
         plans = plan_shards((spec_of(name, tensor) for name, tensor in held.items()), max_bytes=shard_bytes)
         for plan in plans[:1] if first_only else plans:
             numbered = ShardPlan(f"model-{len(self._plans) + 1:05d}.safetensors", plan.tensors)

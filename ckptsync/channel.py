@@ -7,6 +7,7 @@ with the store, and any number of processes may hold a Channel on the same root.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import uuid
@@ -139,9 +140,7 @@ class Channel:
             try:
                 data = read_bytes(self.store, path, MAX_BYTES)
             except NotFound as error:
-                raise VersionNotFound(
-                    f"{self.store.url} has no complete version {version} ({path})"
-                ) from error
+                raise VersionNotFound(f"{self.store.url} has no complete version {version} ({path})") from error
             self._remember(decode(data, expect=version))
         return self._manifests[version]
 
@@ -250,9 +249,7 @@ class Channel:
         """Say that this reader is reading `version`, so that it is not collected. Advisory; expires by itself."""
         now = time.time()
         record = {"reader": reader, "epoch": version.epoch, "number": version.number}
-        put_bytes(
-            self.store, lease_path(reader), canonical({**record, "since": now, "expires": now + seconds})
-        )
+        put_bytes(self.store, lease_path(reader), canonical({**record, "since": now, "expires": now + seconds}))
 
     def release(self, reader: str) -> None:
         """Drop this reader's lease."""
@@ -308,27 +305,20 @@ class Channel:
         try:
             data = read_bytes(self.store, CHANNEL, 1 << 16)
         except NotFound as error:
-            raise ChannelEmpty(
-                f"{self.store.url} is not a channel yet: nothing was ever published"
-            ) from error
+            raise ChannelEmpty(f"{self.store.url} is not a channel yet: nothing was ever published") from error
         try:
             record = msgspec.json.decode(data, type=ChannelRecord)
         except msgspec.DecodeError as error:
             raise BadManifest(f"{self.store.url}/{CHANNEL} is torn or not ours: {error}") from error
         if record.format != FORMAT:
-            raise BadManifest(
-                f"{self.store.url} is a channel of format {record.format}, this release reads {FORMAT}"
-            )
+            raise BadManifest(f"{self.store.url} is a channel of format {record.format}, this release reads {FORMAT}")
         return record
 
     def _create_record(self) -> str:
         if self.committed():
-            raise BadManifest(
-                f"{self.store.url} holds versions but no {CHANNEL}: restore it before publishing"
-            )
+            raise BadManifest(f"{self.store.url} holds versions but no {CHANNEL}: restore it before publishing")
         record = ChannelRecord(format=FORMAT, channel_id=uuid.uuid4().hex, created=time.time())
-        try:
+        # Another trainer's, or our own with a lost answer: the file says.
+        with contextlib.suppress(AlreadyExists, StoreUnavailable):
             self.store.create(CHANNEL, msgspec.json.encode(record))
-        except (AlreadyExists, StoreUnavailable):
-            pass  # another rank's, another trainer's, or our own with a lost answer: the file says
         return self._read_record().channel_id

@@ -54,9 +54,7 @@ class PublisherConfig:
         if self.ties not in ("omit", "duplicate"):
             raise InvalidInput(f"ties={self.ties!r}: use 'omit' or 'duplicate'")
         if self.dtype is not None and not getattr(self.dtype, "is_floating_point", False):
-            raise InvalidInput(
-                f"dtype={self.dtype!r}: use a floating torch dtype such as torch.bfloat16, or None"
-            )
+            raise InvalidInput(f"dtype={self.dtype!r}: use a floating torch dtype such as torch.bfloat16, or None")
         try:
             digest.hasher(self.digest)
         except UnsupportedFormat as error:

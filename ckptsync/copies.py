@@ -67,9 +67,7 @@ def _copy(
 def read_export(folder: str) -> Manifest:
     """The manifest of an exported (or copied) data folder. BadManifest if it is not one, or not whole."""
     if not os.path.isfile(os.path.join(folder, SELF_COPY)):
-        raise BadManifest(
-            f"{folder} has no {SELF_COPY}: it is no exported version (use `publish --from` instead)"
-        )
+        raise BadManifest(f"{folder} has no {SELF_COPY}: it is no exported version (use `publish --from` instead)")
     return decode(read_bytes(LocalStore(folder), SELF_COPY, MAX_BYTES))
 
 

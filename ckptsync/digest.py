@@ -38,9 +38,7 @@ def hasher(algorithm: str = DEFAULT) -> Hasher:
         return _ALGORITHMS[algorithm]()
     except KeyError:
         known = ", ".join(sorted(_ALGORITHMS))
-        raise UnsupportedFormat(
-            f"digest algorithm {algorithm!r} is not known here (known: {known})"
-        ) from None
+        raise UnsupportedFormat(f"digest algorithm {algorithm!r} is not known here (known: {known})") from None
 
 
 def digest(data: Bytes, algorithm: str = DEFAULT) -> str:

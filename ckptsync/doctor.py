@@ -43,13 +43,9 @@ def examine(channel: Channel, stage: str) -> Iterator[Check]:
         try:
             yield from step()
         except StoreDenied as error:
-            yield Check(
-                "writing", "warn", str(error), "reading works, so watchers can run; publishing cannot"
-            )
+            yield Check("writing", "warn", str(error), "reading works, so watchers can run; publishing cannot")
         except CkptSyncError as error:
-            yield Check(
-                "store", "bad", f"{error.kind}: {error}", "check the root, the network and the credentials"
-            )
+            yield Check("store", "bad", f"{error.kind}: {error}", "check the root, the network and the credentials")
             return
 
 
@@ -86,9 +82,7 @@ def _visible(listed: bool, same: bool) -> Check:
     if listed and same:
         return Check("visibility", "ok", "a file is listed and reads back whole as soon as it is written")
     what = "is not listed at once" if not listed else "reads back other bytes"
-    return Check(
-        "visibility", "bad", f"a file just written {what}", "turn off caches of this mount or gateway"
-    )
+    return Check("visibility", "bad", f"a file just written {what}", "turn off caches of this mount or gateway")
 
 
 def _clock(modified: float) -> Check:
@@ -123,13 +117,9 @@ def _versions(channel: Channel) -> Iterator[Check]:
         except Corrupt as error:
             broken.append(f"{version}: {error}")
     if broken:
-        yield Check(
-            "versions", "bad", "; ".join(broken[:3]), "incomplete versions are never loaded; delete them"
-        )
+        yield Check("versions", "bad", "; ".join(broken[:3]), "incomplete versions are never loaded; delete them")
     elif not committed:
-        yield Check(
-            "versions", "warn", "nothing was published here yet", "ckptsync publish, or check the root"
-        )
+        yield Check("versions", "warn", "nothing was published here yet", "ckptsync publish, or check the root")
     else:
         left = len(committed) - len(live)
         yield Check(
@@ -169,6 +159,4 @@ def _stage(channel: Channel, folder: str) -> Iterator[Check]:
     except (ChannelEmpty, Corrupt):
         needed = 0
     detail = f"{folder} has {free / 1e9:.1f} GB free; three versions need {needed / 1e9:.1f} GB"
-    yield Check(
-        "stage", "ok" if free >= needed else "warn", detail, "" if free >= needed else "use --stage elsewhere"
-    )
+    yield Check("stage", "ok" if free >= needed else "warn", detail, "" if free >= needed else "use --stage elsewhere")

@@ -51,9 +51,7 @@ def read_claim(store: Store, number: int) -> Epoch | None:
         claim = msgspec.json.decode(read_bytes(store, claim_path(number), 1 << 16), type=Epoch)
         return claim if claim.number == number else None
     except (msgspec.DecodeError, NotFound):
-        log.warning(
-            "epoch claim %s is unreadable; it fences older writers but ends no branch", claim_path(number)
-        )
+        log.warning("epoch claim %s is unreadable; it fences older writers but ends no branch", claim_path(number))
         return None
 
 
@@ -102,9 +100,7 @@ def check_fence(store: Store, mine: Epoch) -> None:
     if newest > mine.number:
         other = read_claim(store, newest)
         who = f" by {other.host} (run {other.run_id})" if other else ""
-        raise Fenced(
-            f"epoch {newest} was claimed{who}: this publisher holds epoch {mine.number} and must stop"
-        )
+        raise Fenced(f"epoch {newest} was claimed{who}: this publisher holds epoch {mine.number} and must stop")
     if not _is_ours(store, mine):
         raise Fenced(f"epoch {mine.number} is no longer ours: another publisher claimed the same one")
 

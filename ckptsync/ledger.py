@@ -28,9 +28,7 @@ class Ledger:
         self._last = self.channel.manifest(self.epoch.resumed_from) if self.epoch.resumed_from else None
         self._unsure = False
 
-    def attempt(
-        self, number: int | None, algorithm: str, watch: Stopwatch, progress: Callable[[int], None]
-    ) -> Attempt:
+    def attempt(self, number: int | None, algorithm: str, watch: Stopwatch, progress: Callable[[int], None]) -> Attempt:
         """Start the next version, or version `number`. Fenced before anything is written."""
         check_fence(self.channel.store, self.epoch)
         if self._unsure:
@@ -62,9 +60,7 @@ class Ledger:
             return False
         changed = self._last is None or self._last.content_digest != found.content_digest
         if not changed and self._last is not None:
-            log.warning(
-                "%s has exactly the weights of %s: did the trainer change them?", found.id, self._last.id
-            )
+            log.warning("%s has exactly the weights of %s: did the trainer change them?", found.id, self._last.id)
         self._next, self._last = found.number + 1, found
         return changed
 

@@ -231,9 +231,7 @@ def _parse(data: bytes) -> dict[str, Any]:
 def _check_format(raw: dict[str, Any]) -> None:
     found = raw.get("format")
     if found != FORMAT or isinstance(found, bool):
-        raise UnsupportedFormat(
-            f"manifest format {found!r} is not {FORMAT}: written by another release of ckptsync?"
-        )
+        raise UnsupportedFormat(f"manifest format {found!r} is not {FORMAT}: written by another release of ckptsync?")
 
 
 def _validate(manifest: Manifest, expect: VersionId | None) -> None:

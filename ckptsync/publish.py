@@ -134,9 +134,7 @@ class Publisher:
 
     def _walk(self, model: Publishable) -> Walk:
         config = self.config
-        walk = open_source(
-            model, self._ranks, dtype=config.dtype, ties=config.ties, bucket_bytes=config.bucket_bytes
-        )
+        walk = open_source(model, self._ranks, dtype=config.dtype, ties=config.ties, bucket_bytes=config.bucket_bytes)
         if walk.specs is not None:
             check_specs(walk.specs)
             _refuse_nothing(walk.specs)
@@ -198,9 +196,7 @@ class _Facts:
     assets: Mapping[str, bytes]
 
     @classmethod
-    def check(
-        cls, step: int | None, metadata: Mapping[str, Any] | None, assets: Mapping[str, bytes]
-    ) -> _Facts:
+    def check(cls, step: int | None, metadata: Mapping[str, Any] | None, assets: Mapping[str, bytes]) -> _Facts:
         if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
             raise InvalidInput(f"step={step!r}: must be an int or None")
         try:
@@ -210,9 +206,7 @@ class _Facts:
         return cls(step, plain, assets)
 
 
-def _write(
-    attempt: Attempt, walk: Walk, assets: Mapping[str, bytes], shard_bytes: int, watch: Stopwatch
-) -> None:
+def _write(attempt: Attempt, walk: Walk, assets: Mapping[str, bytes], shard_bytes: int, watch: Stopwatch) -> None:
     """Assets, shards, index: everything of a version but the commit record."""
     for name, data in assets.items():
         attempt.put(name, data)

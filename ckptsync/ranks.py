@@ -92,9 +92,7 @@ class Ranks:
             return
         differences = self.gather(_first_difference(self.broadcast(list(value)), value))
         rank, (at, zero, other) = next((r, found) for r, found in enumerate(differences) if found is not None)
-        self._settle(
-            RanksDisagree(f"ranks disagree on {what}: at {at}, rank 0 has {zero}, rank {rank} has {other}")
-        )
+        self._settle(RanksDisagree(f"ranks disagree on {what}: at {at}, rank 0 has {zero}, rank {rank} has {other}"))
 
     def run(self, work: Callable[[], T], what: str) -> T:
         """`work()`, which may block in collectives of the job, without being stuck there when a rank fails.

@@ -39,9 +39,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return not self.problems
 
 
-def verify_version(
-    channel: Channel, version: VersionId, progress: Callable[[int], None] = lambda _: None
-) -> Report:
+def verify_version(channel: Channel, version: VersionId, progress: Callable[[int], None] = lambda _: None) -> Report:
     """Check the manifest, then every file's presence, size, digest and safetensors header against it.
 
     Storage that fails (StoreError) raises; what is on it is only reported.
@@ -109,7 +107,5 @@ def check_bytes(reader: Reader, file: FileEntry, algorithm: str, progress: Calla
 
 
 def _extra(store: Store, manifest: Manifest) -> list[str]:
-    listed = {f"{manifest.folder}/{name}" for name, _ in manifest.files()} | {
-        f"{manifest.folder}/{SELF_COPY}"
-    }
+    listed = {f"{manifest.folder}/{name}" for name, _ in manifest.files()} | {f"{manifest.folder}/{SELF_COPY}"}
     return sorted(e.path.rpartition("/")[2] for e in store.list(manifest.folder) if e.path not in listed)

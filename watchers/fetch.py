@@ -41,9 +41,7 @@ class Download:
     algorithm: str
 
 
-def fetch(
-    store: Store, wanted: Iterable[Download], progress: Callable[[int], None]
-) -> Generator[Download, None, None]:
+def fetch(store: Store, wanted: Iterable[Download], progress: Callable[[int], None]) -> Generator[Download, None, None]:
     """Yield each download once all its bytes are in `target` and their size and digest are the manifest's.
 
     BadShard if they are not, NotFound if the file is not there, StoreFull if the stage runs full. After an
@@ -101,9 +99,7 @@ class _Local:
     def check_digest(self) -> None:
         entry, found = self.download.entry, self.state.hexdigest()
         if found != entry.digest:
-            raise BadShard(
-                f"{entry.name}: {self.download.algorithm} is {found}, {entry.digest} in the manifest"
-            )
+            raise BadShard(f"{entry.name}: {self.download.algorithm} is {found}, {entry.digest} in the manifest")
 
     def close(self) -> None:
         self.reader.close()
@@ -118,9 +114,7 @@ class _Range(NamedTuple):
     last: bool
 
 
-def _ranges(
-    store: Store, wanted: Iterable[Download], failed: list[CkptSyncError]
-) -> Iterator[tuple[_Local, int, int]]:
+def _ranges(store: Store, wanted: Iterable[Download], failed: list[CkptSyncError]) -> Iterator[tuple[_Local, int, int]]:
     """(file, offset, length). Ends at a file that cannot be opened: those before it are finished first, and
     kept."""
     for download in wanted:

@@ -42,9 +42,7 @@ def check_schema(
         return
     track = manifest.tracks.get(MAIN_TRACK)
     if track is None:
-        raise SchemaMismatch(
-            f"{manifest.id} has no track {MAIN_TRACK!r}, only {', '.join(sorted(manifest.tracks))}"
-        )
+        raise SchemaMismatch(f"{manifest.id} has no track {MAIN_TRACK!r}, only {', '.join(sorted(manifest.tracks))}")
     problems = list(_differences(track, schema, allow_cast))
     if problems:
         raise SchemaMismatch(f"{manifest.id} does not fit {engine}: {'; '.join(problems)}")
@@ -56,11 +54,7 @@ def _differences(track: Track, schema: Mapping[str, TensorSpec], allow_cast: boo
     unexpected = _unexpected(track, schema)
     both = [(provided[name], needed) for name, needed in schema.items() if name in provided]
     shapes = [f"{p.name} {_dims(p)} but the engine has {_dims(n)}" for p, n in both if p.shape != n.shape]
-    dtypes = [
-        f"{p.name} {p.dtype} but the engine has {n.dtype}"
-        for p, n in both
-        if not _dtype_fits(p, n, allow_cast)
-    ]
+    dtypes = [f"{p.name} {p.dtype} but the engine has {n.dtype}" for p, n in both if not _dtype_fits(p, n, allow_cast)]
     if missing:
         yield f"{len(missing)} that the engine needs are not in the version ({_first(missing)})"
     if unexpected:
@@ -102,9 +96,7 @@ def check_index(path: str, track: Track, *, name: str = "") -> None:
         except InvalidName as error:
             raise BadShard(f"{name}: tensor {tensor!r}: {error}") from error
         if where.get(tensor) != file:
-            raise BadShard(
-                f"{name}: puts {tensor!r} into {file}, the manifest into {where.get(tensor, 'no file')}"
-            )
+            raise BadShard(f"{name}: puts {tensor!r} into {file}, the manifest into {where.get(tensor, 'no file')}")
     missing = sorted(where.keys() - index.keys())
     if missing:
         raise BadShard(f"{name}: lacks {len(missing)} of the manifest's tensors ({_first(missing)})")

@@ -56,9 +56,7 @@ class Refusals:
         refusal.deaths += died
         refusal.again = now + refusal.backoff.failed() if _is_transient(error) or died else float("inf")
         if refusal.deaths >= MAX_DEATHS:
-            log.error(
-                "%s is given up: the engine died %d times while loading it", manifest.id, refusal.deaths
-            )
+            log.error("%s is given up: the engine died %d times while loading it", manifest.id, refusal.deaths)
             refusal.given_up = True
         if isinstance(error, Corrupt):
             refusal.listing = _listing(channel, manifest)

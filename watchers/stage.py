@@ -140,9 +140,7 @@ class Stage:
             slot.seal()
 
     @contextmanager
-    def _lease(
-        self, channel: Channel, version: VersionId, reader: str | None
-    ) -> Iterator[Callable[[], None]]:
+    def _lease(self, channel: Channel, version: VersionId, reader: str | None) -> Iterator[Callable[[], None]]:
         renewed = float("-inf")
 
         def renew() -> None:
@@ -166,9 +164,7 @@ class Stage:
             write()
         except StoreError as error:
             self._lease_failed = True
-            log.warning(
-                "no lease can be written (%s): the publisher's retention does not know of this reader", error
-            )
+            log.warning("no lease can be written (%s): the publisher's retention does not know of this reader", error)
 
     def _private(self, channel_id: str) -> str:
         base = os.path.join(self.folder, check_basename(channel_id, "channel"))

@@ -165,9 +165,7 @@ class Watcher:
 
     def _due(self) -> Manifest | None:
         current = self._current.manifest.id if self._current is not None else None
-        return self._subscription.next(
-            self.channel, current, lambda m: self._refusals.verdict(self.channel, m)
-        )
+        return self._subscription.next(self.channel, current, lambda m: self._refusals.verdict(self.channel, m))
 
     def _bring(self, manifest: Manifest, boot_id: str) -> Receipt | None:
         schema, started = self.engine.schema(), time.monotonic()
@@ -219,9 +217,7 @@ class Watcher:
                     raise
                 time.sleep(delay)
 
-    def _switch_to(
-        self, version: StagedVersion, status: EngineStatus, stage_seconds: float
-    ) -> tuple[Attempt, Receipt]:
+    def _switch_to(self, version: StagedVersion, status: EngineStatus, stage_seconds: float) -> tuple[Attempt, Receipt]:
         last_good = None if version is self._current else self._current or self._found(status)
         ground = Ground(status=status, last_good=last_good, clean=self._clean)
         self._boot_id = status.boot_id

@@ -33,10 +33,10 @@ class _LazyGroup(typer.core.TyperGroup):
     The types are click's, which typer carries a copy of in some releases and imports in others: hence Any.
     """
 
-    def list_commands(self, ctx: Any) -> list[str]:
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
         return list(_COMMANDS)
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
         if cmd_name not in _COMMANDS:
             return None
         module = importlib.import_module(f"{__name__}.{_COMMANDS[cmd_name]}")
@@ -55,9 +55,7 @@ app = typer.Typer(
 
 @app.callback()
 def _options(
-    verbose: bool = typer.Option(
-        False, "--verbose", "-v", help="Say more: what is tried, and what is retried."
-    ),
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="Say more: what is tried, and what is retried."),
 ) -> None:
     level = logging.DEBUG if verbose else logging.WARNING
     handler = RichHandler(console=err, show_path=False, show_time=False, markup=False)

@@ -34,9 +34,7 @@ def run(
     model: Annotated[str, typer.Option(help="A Hugging Face folder; SmolLM2-135M without one.")] = "",
     versions: Annotated[int, typer.Option(help="How many versions to train and publish.")] = 5,
     root: Annotated[str, typer.Option(help="Where to publish; a temporary folder without one.")] = "",
-    serve: Annotated[
-        str, typer.Option(help="Command that starts the engine; MODEL and --port are added.")
-    ] = "",
+    serve: Annotated[str, typer.Option(help="Command that starts the engine; MODEL and --port are added.")] = "",
 ) -> None:
     """Two FSDP2 ranks train SmolLM2 and publish each step; a watcher loads every version into a live engine."""
     if engine not in SERVERS:
@@ -96,9 +94,7 @@ class _Demo:
 
     def _start_engine(self) -> None:
         self.board.status = f"starting the {self.engine} engine"
-        server = self._start(
-            "engine", [*self.serve, self.model, "--port", self.url.rpartition(":")[2]], _ENGINE_ENV
-        )
+        server = self._start("engine", [*self.serve, self.model, "--port", self.url.rpartition(":")[2]], _ENGINE_ENV)
         wait_until(self._engine_answers, server, 300)
         self.board.base_answer = ask(self.engine, self.url)
         self.board.status = "the trainer is starting"

@@ -17,9 +17,7 @@ _COLOURS = {"ok": "green", "warn": "yellow", "bad": "bold red"}
 
 def run(
     root: Root,
-    stage: Annotated[
-        str, typer.Option(help="Where a watcher on this host would stage versions.")
-    ] = "/dev/shm",  # noqa: S108
+    stage: Annotated[str, typer.Option(help="Where a watcher on this host would stage versions.")] = "/dev/shm",  # noqa: S108
     as_json: AsJson = False,
 ) -> None:
     """Try the storage and look over the channel. Writes and removes a 32 MB sample. Exit code 1 if anything is bad."""

@@ -9,24 +9,16 @@ import typer
 from ..engine import Engine
 from ..errors import InvalidInput
 
-Kind = Annotated[
-    str, typer.Option("--engine", help="vllm, sglang, or module (the embedded transformers server).")
-]
-Url = Annotated[
-    str, typer.Option("--url", help="Where the engine's HTTP server listens, e.g. http://127.0.0.1:8000.")
-]
+Kind = Annotated[str, typer.Option("--engine", help="vllm, sglang, or module (the embedded transformers server).")]
+Url = Annotated[str, typer.Option("--url", help="Where the engine's HTTP server listens, e.g. http://127.0.0.1:8000.")]
 ApiKey = Annotated[str, typer.Option(envvar="CKPTSYNC_ENGINE_API_KEY", help="Sent as a Bearer token.")]
 AdminKey = Annotated[str, typer.Option(envvar="CKPTSYNC_ENGINE_ADMIN_KEY", help="SGLang's --admin-api-key.")]
 PauseMode = Annotated[
     str,
-    typer.Option(
-        help="vllm: keep, wait, abort; sglang: retract, abort, in_place. Empty: the adapter's default."
-    ),
+    typer.Option(help="vllm: keep, wait, abort; sglang: retract, abort, in_place. Empty: the adapter's default."),
 ]
 Cache = Annotated[str, typer.Option(help="flush, or keep what was computed with the old weights.")]
-StageFolder = Annotated[
-    str, typer.Option("--stage", help="Local folder for verified versions; shared by a host.")
-]
+StageFolder = Annotated[str, typer.Option("--stage", help="Local folder for verified versions; shared by a host.")]
 Reader = Annotated[str, typer.Option(help="Name in receipts and leases; host and process id without one.")]
 AllowCast = Annotated[bool, typer.Option(help="Load although plain float dtypes differ from the engine's.")]
 

@@ -26,9 +26,7 @@ from rich.progress import (
 out = Console(soft_wrap=True)
 err = Console(stderr=True, soft_wrap=True)
 
-Root = Annotated[
-    str, typer.Argument(metavar="ROOT", help="A folder (/nfs/run1) or a URL (s3://bucket/run1).")
-]
+Root = Annotated[str, typer.Argument(metavar="ROOT", help="A folder (/nfs/run1) or a URL (s3://bucket/run1).")]
 Version = Annotated[str, typer.Argument(metavar="VERSION", help="latest, 42 or e2-v42.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
 

@@ -15,9 +15,7 @@ def run(
     root: Root,
     source: Annotated[str, typer.Option("--from", help="A Hugging Face checkpoint folder with safetensors.")],
     step: Annotated[int | None, typer.Option(help="The trainer's step, recorded in the manifest.")] = None,
-    meta: Annotated[
-        list[str] | None, typer.Option(help="key=value, recorded in the manifest; repeatable.")
-    ] = None,
+    meta: Annotated[list[str] | None, typer.Option(help="key=value, recorded in the manifest; repeatable.")] = None,
     kind: Annotated[str, typer.Option(help="What to publish: full.")] = "full",
     as_json: AsJson = False,
 ) -> None:

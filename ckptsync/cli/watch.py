@@ -74,6 +74,4 @@ def print_receipt(receipt: Receipt, as_json: bool) -> None:
 
 
 def _shout(health: Health) -> None:
-    err.print(
-        f"the engine is left paused and must be replaced: {health.reason}", style="bold red", markup=False
-    )
+    err.print(f"the engine is left paused and must be replaced: {health.reason}", style="bold red", markup=False)

@@ -51,9 +51,7 @@ class Board:
     def __rich__(self) -> RenderableType:
         table = Table(header_style="bold", expand=False)
         for column in ("version", "loss", "bytes", "publish", "stage", "pause", "what the engine answers"):
-            table.add_column(
-                column, justify="left" if column in {"version", "what the engine answers"} else "right"
-            )
+            table.add_column(column, justify="left" if column in {"version", "what the engine answers"} else "right")
         table.add_row("base", "", "", "", "", "", self.base_answer)
         for row in self.rows.values():
             table.add_row(*_cells(row))

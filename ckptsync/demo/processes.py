@@ -58,9 +58,7 @@ class Child:
     def check(self) -> None:
         """Raise with the end of the log if the process failed."""
         if self.process.poll():
-            raise RuntimeError(
-                f"the {self.name} ended with code {self.process.returncode}:\n{tail(self.log)}"
-            )
+            raise RuntimeError(f"the {self.name} ended with code {self.process.returncode}:\n{tail(self.log)}")
 
     def stop(self) -> None:
         """SIGTERM to the whole group, SIGKILL after 10 s."""
@@ -89,7 +87,5 @@ def wait_until(ready: Callable[[], bool], child: Child, seconds: float) -> None:
     while not ready():
         child.check()
         if time.monotonic() > deadline:
-            raise EngineUnavailable(
-                f"the {child.name} was not ready after {seconds:.0f} s:\n{tail(child.log)}"
-            )
+            raise EngineUnavailable(f"the {child.name} was not ready after {seconds:.0f} s:\n{tail(child.log)}")
         time.sleep(0.2)

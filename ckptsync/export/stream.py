@@ -109,16 +109,12 @@ class _Puller:
         check_items({name: tensor})
         short = clean_name(name) if self._declared is None else name
         if short in self._original:
-            raise DuplicateName(
-                f"the source yields {self._original[short]!r} and {name!r}: both are {short!r}"
-            )
+            raise DuplicateName(f"the source yields {self._original[short]!r} and {name!r}: both are {short!r}")
         self._original[short] = name
         spec = wire_spec(short, tensor, self._dtype)
         check_specs([spec])
         if self._declared is not None and (expected := next(self._declared, None)) != spec:
-            raise InvalidInput(
-                f"the source yields {describe(spec)} where its metadata says {describe(expected)}"
-            )
+            raise InvalidInput(f"the source yields {describe(spec)} where its metadata says {describe(expected)}")
         if isinstance(tensor, DTensor):
             return spec, to_wire(tensor, self._dtype)
         if not self._keep:
@@ -140,9 +136,7 @@ def gather(bucket: Sequence[Named], ranks: Ranks) -> Iterator[Named]:
     """All ranks gather the bucket's DTensors; the writer gets full CPU tensors, one after another."""
 
     def gather_all() -> list[Named]:
-        return [
-            (name, full) for name, tensor in bucket if (full := _full(tensor, ranks.is_writer)) is not None
-        ]
+        return [(name, full) for name, tensor in bucket if (full := _full(tensor, ranks.is_writer)) is not None]
 
     full = ranks.run(_as_here(gather_all), f"the gather of {bucket[0][0]}") if bucket else []
     full.reverse()

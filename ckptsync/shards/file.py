@@ -80,9 +80,7 @@ class FileReader:
         try:
             done = direct.read_all(self._fd, direct_fd, offset, buffer)
         except OSError as error:
-            raise StoreError(
-                f"{self.path}: cannot be read from byte {offset} on: {error.strerror}"
-            ) from error
+            raise StoreError(f"{self.path}: cannot be read from byte {offset} on: {error.strerror}") from error
         if done < buffer.nbytes:
             raise BadShard(f"{self.path}: ends at byte {offset + done}, before {offset + buffer.nbytes}")
 

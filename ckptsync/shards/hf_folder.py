@@ -77,9 +77,7 @@ def _scan(folder: str, files: list[str]) -> tuple[dict[str, TensorSpec], dict[st
 
 
 def _ignored(folder: str, files: list[str]) -> list[str]:
-    ignored = sorted(
-        name for name in os.listdir(folder) if name.endswith(".safetensors") and name not in files
-    )
+    ignored = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors") and name not in files)
     if ignored:
         logger.warning("%s: %s not in the checkpoint, ignored", folder, some(ignored))
     return ignored

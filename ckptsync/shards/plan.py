@@ -64,9 +64,7 @@ def plan_shards(
     check_basename(f"{stem}.safetensors")
     if not numbered:
         if _weigh(specs).header > max_header:
-            raise InvalidInput(
-                f"{len(specs)} tensors do not fit the header of one file: publish numbered shards"
-            )
+            raise InvalidInput(f"{len(specs)} tensors do not fit the header of one file: publish numbered shards")
         return [ShardPlan(f"{stem}.safetensors", aligned(specs))]
     cuts = list(_cut(specs, _Weight(max_bytes, max_header)))
     return [

@@ -118,9 +118,7 @@ def _place(entries: dict[str, _Entry], data_start: int, size: int) -> dict[str, 
         begin, end = entry.data_offsets
         _check_spec(spec)
         if begin != position:
-            raise BadShard(
-                f"tensor {name!r} starts at byte {begin} of the data, where {position} was expected"
-            )
+            raise BadShard(f"tensor {name!r} starts at byte {begin} of the data, where {position} was expected")
         if end - begin != spec.nbytes:
             kind = f"{spec.dtype}{list(spec.shape)}"
             raise BadShard(f"tensor {name!r} has {end - begin} bytes, but {kind} needs {spec.nbytes}")

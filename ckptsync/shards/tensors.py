@@ -49,9 +49,7 @@ def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
     shape = tuple(tensor.shape)
     if dtype == "F4":
         if not shape:
-            raise UnsupportedTensor(
-                f"tensor {name!r}: a packed F4 scalar has no dimension to count two elements in"
-            )
+            raise UnsupportedTensor(f"tensor {name!r}: a packed F4 scalar has no dimension to count two elements in")
         shape = (*shape[:-1], 2 * shape[-1])
     return TensorSpec(name, dtype, shape)
 
@@ -129,9 +127,7 @@ def _tensors(folder: str, track: Track, memory_of: Memory) -> Iterator[tuple[str
                 yield each, tensor
 
 
-def _shard(
-    folder: str, file: FileEntry, track: Track, memory_of: Memory
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _shard(folder: str, file: FileEntry, track: Track, memory_of: Memory) -> Iterator[tuple[str, torch.Tensor]]:
     reader = FileReader(os.path.join(folder, check_basename(file.name)))
     try:
         header = read_header(reader)
@@ -160,15 +156,11 @@ def _view(stored: StoredTensor, memory: object) -> torch.Tensor:
 
 def _torch_layout(spec: TensorSpec) -> tuple[torch.dtype, tuple[int, ...]]:
     if spec.dtype not in TORCH_DTYPES:
-        raise UnsupportedTensor(
-            f"tensor {spec.name!r}: torch {torch.__version__} has no dtype for {spec.dtype}"
-        )
+        raise UnsupportedTensor(f"tensor {spec.name!r}: torch {torch.__version__} has no dtype for {spec.dtype}")
     if spec.dtype != "F4":
         return TORCH_DTYPES[spec.dtype], spec.shape
     if not spec.shape or spec.shape[-1] % 2:
-        raise UnsupportedTensor(
-            f"tensor {spec.name!r}: torch packs F4 in pairs, which F4{list(spec.shape)} has not"
-        )
+        raise UnsupportedTensor(f"tensor {spec.name!r}: torch packs F4 in pairs, which F4{list(spec.shape)} has not")
     return TORCH_DTYPES["F4"], (*spec.shape[:-1], spec.shape[-1] // 2)
 
 
@@ -189,9 +181,7 @@ def _target(tensor: TensorEntry, by_name: dict[str, TensorEntry]) -> TensorEntry
             break
         target = by_name[target.alias_of]
     if target.alias_of or (target.dtype, target.shape) != (tensor.dtype, tensor.shape):
-        raise BadShard(
-            f"tensor {tensor.name!r} is tied in a circle, or to {target.name!r} of another shape or dtype"
-        )
+        raise BadShard(f"tensor {tensor.name!r} is tied in a circle, or to {target.name!r} of another shape or dtype")
     return target
 
 

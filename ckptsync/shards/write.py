@@ -63,18 +63,14 @@ class ShardWriter:
             state.update(chunk)
             self._write(chunk)
         self._entries.append(
-            TensorEntry(
-                name=name, dtype=spec.dtype, shape=spec.shape, digest=state.hexdigest(), file=self._plan.file
-            )
+            TensorEntry(name=name, dtype=spec.dtype, shape=spec.shape, digest=state.hexdigest(), file=self._plan.file)
         )
 
     def finish(self) -> tuple[FileEntry, tuple[TensorEntry, ...]]:
         """Commit the file: durable and visible when this returns. InvalidInput if tensors are missing."""
         missing = self._plan.tensors[len(self._entries) :]
         if missing:
-            raise InvalidInput(
-                f"{self._plan.file}: {len(missing)} tensors missing, from {missing[0].name!r} on"
-            )
+            raise InvalidInput(f"{self._plan.file}: {len(missing)} tensors missing, from {missing[0].name!r} on")
         self._writer.commit()
         entry = FileEntry(name=self._plan.file, size=self._size, digest=self._file_hash.hexdigest())
         return entry, tuple(self._entries)
@@ -115,18 +111,14 @@ def header_bytes(plan: ShardPlan, metadata: Mapping[str, str] = {}) -> bytes:
     text = msgspec.json.encode(fields)
     text += b" " * (-(8 + len(text)) % PAGE)
     if len(text) > MAX_HEADER:
-        raise InvalidInput(
-            f"{plan.file}: a header of {len(text)} bytes, where readers take {MAX_HEADER} at most"
-        )
+        raise InvalidInput(f"{plan.file}: a header of {len(text)} bytes, where readers take {MAX_HEADER} at most")
     return len(text).to_bytes(8, "little") + text
 
 
 def _check_metadata(metadata: Mapping[str, str]) -> None:
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
-            raise InvalidInput(
-                f"safetensors metadata must be str: {key!r} is {value!r}; write str(…) or leave it out"
-            )
+            raise InvalidInput(f"safetensors metadata must be str: {key!r} is {value!r}; write str(…) or leave it out")
         try:
             (key + value).encode()
         except UnicodeEncodeError:

@@ -38,9 +38,7 @@ class LocalStore:
     seconds.
     """
 
-    def __init__(
-        self, root: str, *, mode: int | None = None, direct: bool = True, deadline: float = 2.0
-    ) -> None:
+    def __init__(self, root: str, *, mode: int | None = None, direct: bool = True, deadline: float = 2.0) -> None:
         if not root or "\0" in root:
             raise InvalidInput(f"{root!r} is not a folder")
         self.url = os.path.abspath(root)

@@ -44,9 +44,7 @@ class LocalReader:
         view = target(self._action, offset, buffer, self.size)
         done = retrying(self._action, lambda: self._read(offset, view), deadline=self._deadline)
         if done < len(view):
-            raise BadShard(
-                f"{self._action}: the file ends at byte {offset + done}, it had {self.size} when opened"
-            )
+            raise BadShard(f"{self._action}: the file ends at byte {offset + done}, it had {self.size} when opened")
 
     def close(self) -> None:
         """Idempotent. Not while another thread is reading."""

@@ -19,9 +19,7 @@ _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.E
 class LocalWriter:
     """See Writer. Full chunks go out with O_DIRECT from aligned buffers, the tail through the page cache."""
 
-    def __init__(
-        self, action: str, folder: int, temporary: str, name: str, fd: int, *, direct_io: bool
-    ) -> None:
+    def __init__(self, action: str, folder: int, temporary: str, name: str, fd: int, *, direct_io: bool) -> None:
         self._action = action
         self._folder = folder
         self._temporary = temporary

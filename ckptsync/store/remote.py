@@ -42,9 +42,7 @@ class RemoteStore:
         protocol = url.partition("://")[0]
         if protocol not in _EXTRAS:
             known = ", ".join(f"{name}://" for name in _EXTRAS)
-            raise InvalidInput(
-                f"{protocol}:// is not a store that creates if absent; use a folder or {known}"
-            )
+            raise InvalidInput(f"{protocol}:// is not a store that creates if absent; use a folder or {known}")
         try:
             _fsspec.get_filesystem_class(protocol)
         except ImportError as error:

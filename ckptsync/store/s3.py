@@ -96,9 +96,7 @@ class S3Store(RemoteStore):
         ]  # fmt: skip
         for upload in old:
             with contextlib.suppress(NotFound):
-                self.call(
-                    "sweep", folder, "abort_multipart_upload", Key=upload["Key"], UploadId=upload["UploadId"]
-                )
+                self.call("sweep", folder, "abort_multipart_upload", Key=upload["Key"], UploadId=upload["UploadId"])
         return len(old)
 
     def key(self, path: str) -> str:
@@ -106,9 +104,7 @@ class S3Store(RemoteStore):
 
     def call(self, verb: str, path: str, method: str, *, body: Bytes | None = None, **arguments: Any) -> Any:
         """One S3 request, retried while it is transient. A body is sent as a stream of its bytes."""
-        return retrying(
-            self._say(verb, path), lambda: self._request(method, body, arguments), deadline=self.deadline
-        )
+        return retrying(self._say(verb, path), lambda: self._request(method, body, arguments), deadline=self.deadline)
 
     def _request(self, method: str, body: Bytes | None, arguments: dict[str, Any]) -> Any:
         # BytesIO: aiohttp warns of large bytes objects, and botocore takes no memoryview.
@@ -229,9 +225,7 @@ class S3Writer:
             return
         self._send(index, tail)
         try:
-            self._call(
-                "complete_multipart_upload", UploadId=self._upload, MultipartUpload={"Parts": self._listed()}
-            )
+            self._call("complete_multipart_upload", UploadId=self._upload, MultipartUpload={"Parts": self._listed()})
         except NotFound:
             # No such upload: an earlier try completed it and its answer was lost, if the object is there.
             if self._store.stored_size(self._path) != self._size:
@@ -245,9 +239,7 @@ class S3Writer:
         if upload:
             arguments = {"Key": self._key, "UploadId": upload}
             with contextlib.suppress(StoreError, NotFound):
-                translated(
-                    self._action, lambda: self._store._request("abort_multipart_upload", None, arguments)
-                )
+                translated(self._action, lambda: self._store._request("abort_multipart_upload", None, arguments))
 
     def _send(self, index: int, part: memoryview) -> None:
         with self._lock:

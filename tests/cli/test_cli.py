@@ -13,11 +13,7 @@ def shards(root, label):
     channel = Channel.open(root)
     manifest = channel.resolve(label)
     folder = os.path.join(root, manifest.folder)
-    return [
-        os.path.join(folder, f.name)
-        for f in manifest.tracks["model"].files
-        if f.name.endswith(".safetensors")
-    ]
+    return [os.path.join(folder, f.name) for f in manifest.tracks["model"].files if f.name.endswith(".safetensors")]
 
 
 def all_tensors(folder):
@@ -85,9 +81,7 @@ def test_export_never_writes_into_a_folder_that_holds_something(ckptsync, hf_fol
     assert "not empty" in refused.err
 
 
-def test_an_exported_folder_comes_back_under_another_root_with_its_content(
-    ckptsync, hf_folder, root, tmp_path
-):
+def test_an_exported_folder_comes_back_under_another_root_with_its_content(ckptsync, hf_folder, root, tmp_path):
     copy, other = str(tmp_path / "copy"), str(tmp_path / "other")
     published = ckptsync("publish", root, "--from", hf_folder(), "--step", 3, "--json").json
     ckptsync("export", root, "1", copy)
@@ -176,9 +170,7 @@ def test_case_81_an_extra_shard_is_reported_and_is_no_part_of_the_version(ckptsy
     assert "model-00009-of-00009.safetensors" in checked.json["versions"][0]["notes"][0]
 
 
-def test_case_13_a_torn_manifest_is_listed_as_incomplete_and_the_version_before_is_latest(
-    ckptsync, hf_folder, root
-):
+def test_case_13_a_torn_manifest_is_listed_as_incomplete_and_the_version_before_is_latest(ckptsync, hf_folder, root):
     ckptsync("publish", root, "--from", hf_folder(0))
     ckptsync("publish", root, "--from", hf_folder(1))
     path = os.path.join(root, "manifests", "e0002-v00000002.json")
@@ -206,9 +198,7 @@ def test_case_13_a_torn_manifest_is_listed_as_incomplete_and_the_version_before_
         (("watch", "{root}", "--engine", "tgi", "--url", "http://127.0.0.1:1"), 2, "tgi"),
     ],
 )
-def test_exit_codes_tell_a_wrong_call_from_a_bad_thing(
-    ckptsync, hf_folder, root, tmp_path, args, code, words
-):
+def test_exit_codes_tell_a_wrong_call_from_a_bad_thing(ckptsync, hf_folder, root, tmp_path, args, code, words):
     ckptsync("publish", root, "--from", hf_folder())
     places = {"root": root, "empty": tmp_path / "empty", "hf": tmp_path / "hf0"}
     ran = ckptsync(*(arg.format(**places) for arg in args))
@@ -240,9 +230,7 @@ def test_doctor_tries_the_root_and_leaves_no_file_behind(ckptsync, hf_folder, ro
 def test_doctor_finds_debris_and_broken_versions(ckptsync, hf_folder, root):
     ckptsync("publish", root, "--from", hf_folder())
     os.makedirs(os.path.join(root, "data", "e0001-v00000002-deadbeef"))
-    with open(
-        os.path.join(root, "data", "e0001-v00000002-deadbeef", "model-00001-of-00001.safetensors"), "wb"
-    ) as file:
+    with open(os.path.join(root, "data", "e0001-v00000002-deadbeef", "model-00001-of-00001.safetensors"), "wb") as file:
         file.write(bytes(1000))
     with open(os.path.join(root, "manifests", "e0001-v00000003.json"), "wb") as file:
         file.write(b"{")
@@ -256,7 +244,5 @@ def test_doctor_finds_debris_and_broken_versions(ckptsync, hf_folder, root):
 @pytest.mark.slow
 def test_the_command_is_installed_and_prints_only_json_on_stdout(hf_folder, root):
     command = os.path.join(os.path.dirname(sys.executable), "ckptsync")
-    done = subprocess.run(
-        [command, "publish", root, "--from", hf_folder(), "--json"], capture_output=True, check=True
-    )
+    done = subprocess.run([command, "publish", root, "--from", hf_folder(), "--json"], capture_output=True, check=True)
     assert json.loads(done.stdout)["version"] == "e1-v1"

@@ -8,9 +8,7 @@ from ckptsync.digest import digest
 from ckptsync.manifest import FileEntry, Manifest, TensorEntry, Track, combined_content, seal
 
 
-def tensor(
-    name: str = "w", value: bytes = b"\0" * 8, file: str = "model.safetensors", **fields: Any
-) -> TensorEntry:
+def tensor(name: str = "w", value: bytes = b"\0" * 8, file: str = "model.safetensors", **fields: Any) -> TensorEntry:
     row = {"name": name, "dtype": "U8", "shape": (len(value),), "digest": digest(value), "file": file}
     return TensorEntry(**{**row, **fields})
 

@@ -104,7 +104,7 @@ def test_a_newer_epoch_fences_the_older_publisher(store):
     publish(old, first, 1)
     second = new.claim_epoch("second")
     assert second.next_number == 2
-    with pytest.raises(Fenced, match="epoch 2 was claimed by .*run second.*must stop"):
+    with pytest.raises(Fenced, match=r"epoch 2 was claimed by .*run second.*must stop"):
         publish(old, first, 2)
     assert publish(new, second, 2) == VersionId(2, 2)
 
@@ -354,9 +354,7 @@ def test_a_version_that_was_collected_is_gone_and_not_merely_unknown(root):
         channel.check_still_there(version)
 
 
-@pytest.mark.parametrize(
-    ("text", "found"), [("latest", (2, 6)), ("6", (2, 6)), ("5", (1, 5)), ("e1-v6", (1, 6))]
-)
+@pytest.mark.parametrize(("text", "found"), [("latest", (2, 6)), ("6", (2, 6)), ("5", (1, 5)), ("e1-v6", (1, 6))])
 def test_a_number_means_the_live_version_of_that_number(root, text, found):
     channel = Channel.create(root)
     first = channel.claim_epoch("first")

@@ -144,11 +144,7 @@ def staged(folder: str, number: int) -> StagedVersion:
     """A plain Hugging Face folder as a staged version, with a manifest made by hand."""
     from watchers.engines._schema import folder_schema
 
-    names = (
-        [name for name in os.listdir(folder) if name.endswith(".safetensors")]
-        if os.path.isdir(folder)
-        else []
-    )
+    names = [name for name in os.listdir(folder) if name.endswith(".safetensors")] if os.path.isdir(folder) else []
     files = tuple(FileEntry(name=n, size=os.path.getsize(os.path.join(folder, n)), digest="") for n in names)
     tensors = tuple(
         TensorEntry(name=spec.name, dtype=spec.dtype, shape=spec.shape, digest="")
@@ -206,20 +202,14 @@ def fresh_server(tmp_path: Any) -> Iterator[Start]:
 
 
 @pytest.fixture(scope="session")
-def vllm_server(
-    tmp_path_factory: pytest.TempPathFactory, versions: dict[str, StagedVersion]
-) -> Iterator[Server]:
+def vllm_server(tmp_path_factory: pytest.TempPathFactory, versions: dict[str, StagedVersion]) -> Iterator[Server]:
     """A vLLM server, started on version `a`. Tests leave it serving, whatever version it holds."""
     with ExitStack() as stack:
-        yield _starter(tmp_path_factory.mktemp("vllm"), stack)(
-            "vllm", versions["a"].folder, "--max-model-len", "4096"
-        )
+        yield _starter(tmp_path_factory.mktemp("vllm"), stack)("vllm", versions["a"].folder, "--max-model-len", "4096")
 
 
 @pytest.fixture(scope="session")
-def sglang_server(
-    tmp_path_factory: pytest.TempPathFactory, versions: dict[str, StagedVersion]
-) -> Iterator[Server]:
+def sglang_server(tmp_path_factory: pytest.TempPathFactory, versions: dict[str, StagedVersion]) -> Iterator[Server]:
     """An SGLang server, started on version `a`. Tests leave it serving, whatever version it holds."""
     with ExitStack() as stack:
         yield _starter(tmp_path_factory.mktemp("sglang"), stack)("sglang", versions["a"].folder)

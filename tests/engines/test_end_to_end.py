@@ -42,9 +42,7 @@ def watch(server: Server, tmp_path) -> Iterator[Callable[..., Watcher]]:
     watchers: list[Watcher] = []
 
     def make(root: str | Store, engine: Engine | None = None, **options) -> Watcher:
-        watcher = Watcher(
-            root, engine or adapter(server), stage=str(tmp_path / "stage"), reader="r", **options
-        )
+        watcher = Watcher(root, engine or adapter(server), stage=str(tmp_path / "stage"), reader="r", **options)
         watchers.append(watcher)
         return watcher
 
@@ -77,7 +75,8 @@ def test_over_s3_every_version_serves_the_tokens_of_a_fresh_server_forwards_and_
     for seed in (21, 22, 23):
         label = publish(seed)
         receipt = watcher.step()
-        assert receipt is not None and (receipt.state, receipt.label) == ("serving", label), receipt
+        assert receipt is not None
+        assert (receipt.state, receipt.label) == ("serving", label), receipt
         tokens[label] = server.tokens()
     publisher.close()
     assert watcher.health.ready
@@ -94,9 +93,7 @@ def test_over_s3_every_version_serves_the_tokens_of_a_fresh_server_forwards_and_
     assert fresh_server(server.engine, str(tmp_path / "v1")).tokens() == tokens["e1-v1"]
 
 
-def test_a_version_that_is_damaged_or_does_not_fit_never_reaches_the_server(
-    server: Server, watch, tmp_path
-) -> None:
+def test_a_version_that_is_damaged_or_does_not_fit_never_reaches_the_server(server: Server, watch, tmp_path) -> None:
     root = str(tmp_path / "root")
     publisher, publish = publisher_of(root, tmp_path)
     watcher = watch(root)
@@ -162,9 +159,7 @@ def test_a_server_killed_in_mid_load_comes_back_on_the_current_version_before_it
     engine.update = update  # type: ignore[method-assign]
 
     server.restart()
-    until(
-        lambda: watcher.step() is not None and watcher.health.ready, 120, "the watcher has loaded a version"
-    )
+    until(lambda: watcher.step() is not None and watcher.health.ready, 120, "the watcher has loaded a version")
     until(lambda: watcher.health.version == "e1-v2" or watcher.step() is None, 120, "nothing is left to do")
     assert watcher.health.version == engine.status().label == "e1-v2"
 

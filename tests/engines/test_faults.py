@@ -201,9 +201,7 @@ def test_vllm_that_stays_paused_is_not_taken_for_resumed(vllm: VllmEngine, fake_
         vllm.resume()
 
 
-def test_sglang_that_stays_paused_is_not_taken_for_resumed(
-    sglang: SglangEngine, fake_sglang: FakeSglang
-) -> None:
+def test_sglang_that_stays_paused_is_not_taken_for_resumed(sglang: SglangEngine, fake_sglang: FakeSglang) -> None:
     fake_sglang.answers["GET /ready"] = (503, "")
     with pytest.raises(EngineRefused, match="still paused"):
         sglang.resume()
@@ -229,9 +227,7 @@ def test_sglang_refuses_only_if_no_worker_touched_anything(
         load(sglang)
 
 
-def test_sglang_that_could_not_flush_is_flushed_and_labelled(
-    sglang: SglangEngine, fake_sglang: FakeSglang
-) -> None:
+def test_sglang_that_could_not_flush_is_flushed_and_labelled(sglang: SglangEngine, fake_sglang: FakeSglang) -> None:
     message = "Weights were updated, but the cache was not flushed because requests are still running."
     fake_sglang.answers["POST /update_weights_from_disk"] = (400, {"success": False, "message": message})
     flushes: Iterator[tuple[int, str]] = iter([(400, "Flush cache failed.\n"), (200, "Cache flushed.\n")])
@@ -367,9 +363,7 @@ def test_in_place_cannot_flush() -> None:
     SglangOptions(pause_mode="in_place", cache="keep")
 
 
-@pytest.mark.parametrize(
-    "options", [{"timeout": 0}, {"attempts": 0}, {"pause_mode": "nap"}, {"cache": "burn"}]
-)
+@pytest.mark.parametrize("options", [{"timeout": 0}, {"attempts": 0}, {"pause_mode": "nap"}, {"cache": "burn"}])
 def test_options_out_of_range(options: dict[str, Any]) -> None:
     for kind in (VllmOptions, SglangOptions):
         with pytest.raises(InvalidInput):

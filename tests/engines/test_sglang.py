@@ -74,9 +74,7 @@ def test_the_boot_identity_outlives_a_load_and_a_pause(engine: SglangEngine, ver
     engine.resume()
 
 
-def test_the_schema_is_that_of_the_first_look(
-    engine: SglangEngine, sglang_server: Server, versions: Versions
-) -> None:
+def test_the_schema_is_that_of_the_first_look(engine: SglangEngine, sglang_server: Server, versions: Versions) -> None:
     load(engine, versions["a"])
     schema = engine.schema()
     load(engine, versions["b"])
@@ -119,9 +117,7 @@ def test_weights_updated_but_not_flushed_is_made_up_for(
         httpx.post(sglang_server.url + "/pause_generation", json={"mode": "in_place"}).raise_for_status()
         engine.start(b)
         engine.update(b)
-        assert engine.status().label == a.label, (
-            "if it is b already, there was no 400 and this test proves nothing"
-        )
+        assert engine.status().label == a.label, "if it is b already, there was no 400 and this test proves nothing"
         engine.finish(b)
         confirmation = engine.confirm(b)
         engine.resume()

@@ -100,9 +100,7 @@ def test_pause_and_resume_may_be_repeated(engine: VllmEngine) -> None:
         assert not engine.status().paused
 
 
-def test_a_running_request_is_kept_over_a_load(
-    engine: VllmEngine, vllm_server: Server, versions: Versions
-) -> None:
+def test_a_running_request_is_kept_over_a_load(engine: VllmEngine, vllm_server: Server, versions: Versions) -> None:
     load(engine, versions["a"])
     with vllm_server.running_request(1000) as lines:
         engine.pause()

@@ -88,9 +88,7 @@ def build(name: str, folder: str) -> None:
     run([interpreter(), "-m", "venv", partial])
     for words, packages in sections(requirements(name)):
         pip(python_of(partial), words, packages)
-    os.rename(
-        partial, folder
-    )  # only bin/python is ever used: unlike the scripts' first lines, it survives a move
+    os.rename(partial, folder)  # only bin/python is ever used: unlike the scripts' first lines, it survives a move
     compile_all(folder)
     mark(name, folder, time.monotonic() - started)
     say(f"{name}: ready after {time.monotonic() - started:.0f} s")

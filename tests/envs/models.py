@@ -96,6 +96,4 @@ def write_index(folder: str) -> None:
         names = sorted(file.keys())
     total = os.path.getsize(os.path.join(folder, shard))
     with open(path, "w", encoding="utf-8") as file:
-        json.dump(
-            {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(names, shard)}, file, indent=1
-        )
+        json.dump({"metadata": {"total_size": total}, "weight_map": dict.fromkeys(names, shard)}, file, indent=1)

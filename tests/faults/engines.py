@@ -102,9 +102,7 @@ class Failing(FakeEngine):
         super().__init__(schema)
         self._failures: dict[str, list[Any]] = {}
 
-    def fail(
-        self, step: str, error: type[Exception] = EngineDirty, *, times: int = 1, only: str = ""
-    ) -> None:
+    def fail(self, step: str, error: type[Exception] = EngineDirty, *, times: int = 1, only: str = "") -> None:
         self._failures[step] = [error, times, only]
 
     def _maybe(self, step: str, version: StagedVersion | None = None) -> None:

@@ -29,9 +29,7 @@ Hook = Callable[[str, str], None]
 class HookedStore:
     """A store that asks `before` and `after` around each operation."""
 
-    def __init__(
-        self, store: Store, before: Hook = lambda *_: None, *, after: Hook = lambda *_: None
-    ) -> None:
+    def __init__(self, store: Store, before: Hook = lambda *_: None, *, after: Hook = lambda *_: None) -> None:
         self.inner, self._before, self._after = store, before, after
 
     @property

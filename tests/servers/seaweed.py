@@ -168,9 +168,7 @@ def _free_ports(count: int) -> list[int]:
 def _wait_until_healthy(endpoint: str, process: subprocess.Popen[bytes], deadline: float) -> None:
     while not _healthy(endpoint):
         if process.poll() is not None:
-            raise RuntimeError(
-                f"the S3 server ended with code {process.returncode}; see weed.log in its folder"
-            )
+            raise RuntimeError(f"the S3 server ended with code {process.returncode}; see weed.log in its folder")
         if time.monotonic() > deadline:
             raise TimeoutError("the S3 server did not become ready in time; see weed.log in its folder")
         time.sleep(0.05)

@@ -92,7 +92,5 @@ def write_track(
     by_name = {entry.name: entry for _, entries in written for entry in entries}
     for alias, target in ties:
         of = by_name[target]
-        by_name[alias] = TensorEntry(
-            name=alias, dtype=of.dtype, shape=of.shape, digest=of.digest, alias_of=target
-        )
+        by_name[alias] = TensorEntry(name=alias, dtype=of.dtype, shape=of.shape, digest=of.digest, alias_of=target)
     return Track(files=tuple(file for file, _ in written), tensors=tuple(by_name.values()))

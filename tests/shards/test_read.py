@@ -22,9 +22,7 @@ def entry(begin: int, end: int, dtype: str = "U8", shape: list | None = None) ->
     return {"dtype": dtype, "shape": [end - begin] if shape is None else shape, "data_offsets": [begin, end]}
 
 
-GOOD = raw_shard(
-    {"__metadata__": {"format": "pt"}, "b": entry(2, 6, "BF16", [2]), "a": entry(0, 2)}, b"aabbbb"
-)
+GOOD = raw_shard({"__metadata__": {"format": "pt"}, "b": entry(2, 6, "BF16", [2]), "a": entry(0, 2)}, b"aabbbb")
 
 
 def refused(data: bytes, match: str) -> None:
@@ -194,9 +192,7 @@ def test_case_85_a_symbolic_link_is_not_followed_unless_asked_to(tmp_path):
 
 def test_case_38_a_file_that_may_not_be_read_is_denied_not_missing(tmp_path, monkeypatch):
     def denied(*_):
-        raise PermissionError(
-            errno.EACCES, "Permission denied"
-        )  # root, as in many containers, may read everything
+        raise PermissionError(errno.EACCES, "Permission denied")  # root, as in many containers, may read everything
 
     monkeypatch.setattr("os.open", denied)
     with pytest.raises(StoreDenied, match=r"x\.safetensors: .* may not be read"):
@@ -238,12 +234,7 @@ def test_any_damage_to_a_good_file_is_a_header_or_a_bad_shard(data):
 
 
 _junk = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=5)
-    | st.sampled_from([*DTYPE_BITS]),
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from([*DTYPE_BITS]),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
     max_leaves=10,
 )
@@ -256,9 +247,7 @@ _entries = st.fixed_dictionaries(
 )
 
 
-@given(
-    st.dictionaries(st.text(max_size=3) | st.just("__metadata__"), _entries | _junk, max_size=4), st.binary()
-)
+@given(st.dictionaries(st.text(max_size=3) | st.just("__metadata__"), _entries | _junk, max_size=4), st.binary())
 def test_any_json_is_a_header_or_a_bad_shard(header, data):
     _read_any(raw_shard(header, data))
 
@@ -278,9 +267,7 @@ def _track(*specs: TensorSpec) -> tuple[FileEntry, Track]:
     plan = ShardPlan("m.safetensors", specs)
     size = len(header_bytes(plan)) + plan.nbytes
     file = FileEntry(name="m.safetensors", size=size, digest="")
-    entries = [
-        TensorEntry(name=s.name, dtype=s.dtype, shape=s.shape, digest="", file=file.name) for s in specs
-    ]
+    entries = [TensorEntry(name=s.name, dtype=s.dtype, shape=s.shape, digest="", file=file.name) for s in specs]
     return file, Track(files=(file,), tensors=tuple(entries))
 
 

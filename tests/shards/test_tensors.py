@@ -27,9 +27,7 @@ def values(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Bit for bit: NaN patterns count, and float8 has no comparison."""
-    return (left.dtype, left.shape) == (right.dtype, right.shape) and tensor_bytes(left) == tensor_bytes(
-        right
-    )
+    return (left.dtype, left.shape) == (right.dtype, right.shape) and tensor_bytes(left) == tensor_bytes(right)
 
 
 @BOTH
@@ -94,9 +92,7 @@ def test_one_element_of_a_strided_view_is_four_bytes():
 )
 def test_case_68_strided_views_are_written_by_value(view):
     tensor = view(torch.randn(6, 4))
-    assert (
-        bytes(tensor_bytes(tensor)) == tensor.clone(memory_format=torch.contiguous_format).numpy().tobytes()
-    )
+    assert bytes(tensor_bytes(tensor)) == tensor.clone(memory_format=torch.contiguous_format).numpy().tobytes()
 
 
 def test_case_66_views_of_one_flat_buffer_are_tensors_of_their_own(tmp_path):
@@ -227,9 +223,7 @@ def test_a_flipped_bit_is_found_before_the_first_tensor_of_its_file(version):
     _flip(folder, track.files[1])
     found = load_tensors(folder, track, verify=True)
     assert [next(found)[0] for _ in range(2)] == ["layers.0.w", "layers.1.w"]
-    with pytest.raises(
-        BadShard, match=r"model-00002-of-00002.safetensors: xxh3-128 \w+, where the manifest says"
-    ):
+    with pytest.raises(BadShard, match=r"model-00002-of-00002.safetensors: xxh3-128 \w+, where the manifest says"):
         next(found)
 
 
@@ -275,9 +269,7 @@ def test_files_without_tensors_are_not_opened(version, load):
 def test_a_file_larger_than_one_read_comes_back_whole(tmp_path):
     tensors = {"a": torch.randint(0, 255, (40 << 20,), dtype=torch.uint8), "b": torch.ones(5)}
     track = write_track(str(tmp_path), tensors)
-    assert all(
-        same(tensor, tensors[name]) for name, tensor in load_tensors(str(tmp_path), track, verify=True)
-    )
+    assert all(same(tensor, tensors[name]) for name, tensor in load_tensors(str(tmp_path), track, verify=True))
 
 
 def test_a_file_system_without_direct_io_is_read_through_the_page_cache(version, monkeypatch):
@@ -342,9 +334,7 @@ def test_a_tensor_at_an_odd_address_is_copied_out(tmp_path, load):
     (tmp_path / "m.safetensors").write_bytes(data)
     file = FileEntry(name="m.safetensors", size=len(data), digest="")
     specs = [spec("a", 1, dtype="U8"), spec("b", 2, dtype="F32")]
-    entries = [
-        TensorEntry(name=s.name, dtype=s.dtype, shape=s.shape, digest="", file=file.name) for s in specs
-    ]
+    entries = [TensorEntry(name=s.name, dtype=s.dtype, shape=s.shape, digest="", file=file.name) for s in specs]
     found = dict(load(str(tmp_path), Track(files=(file,), tensors=tuple(entries))))
     assert torch.equal(found["b"], wanted)
 

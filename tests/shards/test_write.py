@@ -10,9 +10,7 @@ from ckptsync.shards.write import PAGE, ShardWriter, header_bytes
 
 from .files import MemoryReader, MemoryWriter, spec
 
-PLAN = ShardPlan(
-    "model-00001-of-00001.safetensors", (spec("a.w", 3), spec("b.w", 0, 5), spec("c.w", dtype="F64"))
-)
+PLAN = ShardPlan("model-00001-of-00001.safetensors", (spec("a.w", 3), spec("b.w", 0, 5), spec("c.w", dtype="F64")))
 
 
 def written(metadata: dict | None = None, algorithm: str = "xxh3-128") -> tuple:
@@ -44,9 +42,7 @@ def test_digests_are_over_the_bytes_that_were_written(algorithm):
     store, file, entries = written(algorithm=algorithm)
     assert (file.name, file.size) == (PLAN.file, len(store.visible))
     assert file.digest == digest(store.visible, algorithm)
-    assert [entry.digest for entry in entries] == [
-        digest(d, algorithm) for d in (b"aaaaaa", b"", b"cccccccc")
-    ]
+    assert [entry.digest for entry in entries] == [digest(d, algorithm) for d in (b"aaaaaa", b"", b"cccccccc")]
     assert {entry.file for entry in entries} == {PLAN.file}
     assert [entry.spec for entry in entries] == list(PLAN.tensors)
 

@@ -225,9 +225,7 @@ def test_case_86_a_folder_in_place_of_a_file_is_not_found(store: Store) -> None:
         store.open("data/a")
 
 
-@pytest.mark.parametrize(
-    "path", ["", "/etc/passwd", "a/../b", "..", "a//b", "a/./b", "a\0b", ".ckptsync-tmp.x"]
-)
+@pytest.mark.parametrize("path", ["", "/etc/passwd", "a/../b", "..", "a//b", "a/./b", "a\0b", ".ckptsync-tmp.x"])
 def test_paths_that_could_lead_outside_are_refused(store: Store, path: str) -> None:
     for call in (store.open, store.write, store.delete, lambda path: store.create(path, b"x")):
         with pytest.raises(InvalidName):

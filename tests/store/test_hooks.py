@@ -23,9 +23,7 @@ class Share:
             flush=self.flush,
             refresh=lambda: self.calls.append("refresh"),
         )
-        self.reader = HookedStore(
-            Logged(self.reader_view, self.calls), flush=lambda: None, refresh=self.refresh
-        )
+        self.reader = HookedStore(Logged(self.reader_view, self.calls), flush=lambda: None, refresh=self.refresh)
 
     def flush(self) -> None:
         self.calls.append("flush")

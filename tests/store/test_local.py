@@ -153,9 +153,7 @@ def test_case_21_new_folders_are_durable_too(store: LocalStore, monkeypatch) -> 
     ]  # fmt: skip
 
 
-def test_case_21_a_folder_whose_maker_may_have_died_is_made_durable_once(
-    store: LocalStore, monkeypatch
-) -> None:
+def test_case_21_a_folder_whose_maker_may_have_died_is_made_durable_once(store: LocalStore, monkeypatch) -> None:
     os.makedirs(f"{store.url}/data/v1")
     recorder = Recorder(monkeypatch)
     put_bytes(store, "data/v1/a.bin", b"x")
@@ -265,18 +263,14 @@ def _as_nobody(root: str, answers) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
-def test_case_14_what_could_not_be_listed_is_not_taken_for_empty(
-    store: LocalStore, monkeypatch, number: int
-) -> None:
+def test_case_14_what_could_not_be_listed_is_not_taken_for_empty(store: LocalStore, monkeypatch, number: int) -> None:
     put_bytes(store, "manifests/v1.json", b"x")
     monkeypatch.setattr(os, "scandir", failing(number))
     with pytest.raises(StoreError, match="list"):
         list(store.list("manifests"))
 
 
-def test_case_18_an_interrupted_write_leaves_nothing_and_keeps_the_old_file(
-    store: LocalStore, monkeypatch
-) -> None:
+def test_case_18_an_interrupted_write_leaves_nothing_and_keeps_the_old_file(store: LocalStore, monkeypatch) -> None:
     put_bytes(store, "head.json", b"old")
     for boundary in ("fsync", "rename"):
         with monkeypatch.context() as patch:
@@ -436,9 +430,7 @@ def test_a_create_by_o_excl_that_fails_halfway_takes_the_name_back(store: LocalS
 # Symbolic links
 
 
-def test_case_85_a_shard_that_is_a_symbolic_link_is_refused(
-    store: LocalStore, tmp_path: pathlib.Path
-) -> None:
+def test_case_85_a_shard_that_is_a_symbolic_link_is_refused(store: LocalStore, tmp_path: pathlib.Path) -> None:
     (tmp_path / "outside").write_bytes(b"secret")
     put_bytes(store, "data/other", b"x")
     os.symlink(tmp_path / "outside", f"{store.url}/data/shard.bin")
@@ -447,9 +439,7 @@ def test_case_85_a_shard_that_is_a_symbolic_link_is_refused(
     assert names(store) == ["data/other"]
 
 
-def test_case_85_a_folder_that_is_a_symbolic_link_is_refused(
-    store: LocalStore, tmp_path: pathlib.Path
-) -> None:
+def test_case_85_a_folder_that_is_a_symbolic_link_is_refused(store: LocalStore, tmp_path: pathlib.Path) -> None:
     put_bytes(LocalStore(str(tmp_path / "outside")), "v1/shard.bin", b"secret")
     put_bytes(store, "head.json", b"x")
     os.symlink(tmp_path / "outside", f"{store.url}/data")
@@ -465,9 +455,7 @@ def test_case_85_a_folder_that_is_a_symbolic_link_is_refused(
     assert (tmp_path / "outside/v1/shard.bin").read_bytes() == b"secret"
 
 
-def test_case_85_writing_over_a_symbolic_link_replaces_the_link(
-    store: LocalStore, tmp_path: pathlib.Path
-) -> None:
+def test_case_85_writing_over_a_symbolic_link_replaces_the_link(store: LocalStore, tmp_path: pathlib.Path) -> None:
     (tmp_path / "outside").write_bytes(b"old")
     put_bytes(store, "other", b"x")
     os.symlink(tmp_path / "outside", f"{store.url}/head.json")
@@ -496,9 +484,7 @@ def test_a_fifo_in_place_of_a_file_does_not_hang_the_reader(store: LocalStore) -
 
 
 @pytest.mark.parametrize("refuses", ["fcntl", "pwrite"])
-def test_a_file_system_without_o_direct_gets_the_same_bytes(
-    store: LocalStore, monkeypatch, refuses: str
-) -> None:
+def test_a_file_system_without_o_direct_gets_the_same_bytes(store: LocalStore, monkeypatch, refuses: str) -> None:
     data = os.urandom(4096) * (2 * CHUNK // 4096) + b"tail"
     if refuses == "fcntl":
         monkeypatch.setattr(direct, "switch", lambda fd, on: False)
@@ -522,9 +508,7 @@ def test_large_files_are_written_past_the_page_cache(store: LocalStore, monkeypa
     assert seen == {0: False, CHUNK: False, 2 * CHUNK: False}
 
 
-@pytest.mark.parametrize(
-    ("offset", "shift"), [(0, 0), (4096, 0), (4096, 1), (100, 100), (100, 0), (4000, 4000)]
-)
+@pytest.mark.parametrize(("offset", "shift"), [(0, 0), (4096, 0), (4096, 1), (100, 100), (100, 0), (4000, 4000)])
 def test_reads_of_any_alignment_give_the_same_bytes(store: LocalStore, offset: int, shift: int) -> None:
     data = os.urandom(1 << 20) * 17 + b"tail"
     put_bytes(store, "shard.bin", data)
@@ -638,9 +622,7 @@ def _create_until_one_wins(root: str, barrier, results) -> None:
 def test_of_two_processes_that_create_one_name_one_wins(store: LocalStore) -> None:
     context = multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(2), context.Queue()
-    processes = [
-        context.Process(target=_create_until_one_wins, args=(store.url, barrier, results)) for _ in range(2)
-    ]
+    processes = [context.Process(target=_create_until_one_wins, args=(store.url, barrier, results)) for _ in range(2)]
     for process in processes:
         process.start()
     assert sum(results.get(timeout=60) for _ in processes) == 50

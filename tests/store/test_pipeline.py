@@ -17,9 +17,7 @@ def collecting(part_size: int, workers: int) -> tuple[Pipeline, dict[int, bytes]
 @pytest.mark.parametrize("step", [1, 3, 4, 10, 100])
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("size", [0, 1, 4, 5, 8, 41])
-def test_parts_are_full_and_in_their_places_and_the_last_is_left_over(
-    step: int, workers: int, size: int
-) -> None:
+def test_parts_are_full_and_in_their_places_and_the_last_is_left_over(step: int, workers: int, size: int) -> None:
     pipeline, parts = collecting(4, workers)
     data = bytes(range(size))
     for start in range(0, size, step):

@@ -412,9 +412,7 @@ def _create_until_one_wins(root: S3Root, barrier, results) -> None:
 def test_of_two_processes_that_create_one_name_one_wins(s3_root: S3Root) -> None:
     context = multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(2), context.Queue()
-    processes = [
-        context.Process(target=_create_until_one_wins, args=(s3_root, barrier, results)) for _ in range(2)
-    ]
+    processes = [context.Process(target=_create_until_one_wins, args=(s3_root, barrier, results)) for _ in range(2)]
     for process in processes:
         process.start()
     assert sum(results.get(timeout=60) for _ in processes) == 20

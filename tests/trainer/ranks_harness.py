@@ -65,9 +65,7 @@ def clean_processes() -> Any:
     Importing torch takes four ranks on two cores ten seconds, each time.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "ckptsync.publish"]
-    )
+    context.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "ckptsync.publish"])
     return context
 
 

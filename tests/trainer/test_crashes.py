@@ -20,9 +20,7 @@ from ckptsync.verify import verify_version
 from tests.faults.store import CHANGES, Crashing, Failing, HookedStore, Recorder, matching
 from tests.trainer.ranks_harness import clean_processes, run_ranks
 
-OLD, NEW, NEXT = (
-    {f"layers.{n}.weight": torch.full((8, 8), value) for n in range(4)} for value in (1.0, 2.0, 3.0)
-)
+OLD, NEW, NEXT = ({f"layers.{n}.weight": torch.full((8, 8), value) for n in range(4)} for value in (1.0, 2.0, 3.0))
 SHARDS = 600
 """Bytes per shard: two layers each."""
 
@@ -119,9 +117,7 @@ def test_killed_on_rank_0_of_two_the_other_rank_raises_and_readers_see_old_or_ne
     step: tuple[str, str], latest: str, steps: list[tuple[str, str]], fresh_root: Callable[[], str]
 ) -> None:
     root = fresh_root()
-    at = max(
-        n for n, (operation, path) in enumerate(steps) if operation == step[0] and path.endswith(step[1])
-    )
+    at = max(n for n, (operation, path) in enumerate(steps) if operation == step[0] and path.endswith(step[1]))
     zero, one = run_ranks(2, crash_on_ranks, root, at)
     assert zero.killed
     assert one.error is not None

@@ -93,8 +93,7 @@ def test_case_66_ties_are_stored_once_with_an_alias_and_views_of_one_buffer_are_
     same(loaded(root, once), state)
     same(loaded(root, twice), state)
     stored, duplicated = (
-        {t.name: (t.alias_of, bool(t.file)) for t in done.manifest.tracks["model"].tensors}
-        for done in (once, twice)
+        {t.name: (t.alias_of, bool(t.file)) for t in done.manifest.tracks["model"].tensors} for done in (once, twice)
     )
     assert stored == {"a": ("", True), "b": ("", True), "overlap": ("", True), "a.again": ("a", False)}
     assert duplicated["a.again"] == ("a", True)
@@ -139,12 +138,8 @@ def test_shards_hold_whole_layers_in_layer_order_also_from_a_dict_sorted_as_text
     ]
     assert files == sorted(files)
     assert len(set(files)) == 4, "three layers of 32 bytes each"
-    stream = publish(
-        root, iter(sorted(state.items(), key=lambda item: int(item[0].split(".")[1]))), shard_bytes=100
-    )
-    assert [tensor.file[:11] for tensor in stream.manifest.tracks["model"].tensors] == [
-        file[:11] for file in files
-    ]
+    stream = publish(root, iter(sorted(state.items(), key=lambda item: int(item[0].split(".")[1]))), shard_bytes=100)
+    assert [tensor.file[:11] for tensor in stream.manifest.tracks["model"].tensors] == [file[:11] for file in files]
 
 
 def test_tensors_that_would_lie_on_odd_addresses_are_reordered_inside_their_shard(root: str) -> None:
@@ -224,9 +219,7 @@ def test_the_folder_is_a_hugging_face_checkpoint(root: str, tmp_path: Path) -> N
         "merges.txt",
          "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json"]
     )  # fmt: skip
-    assert {file.name for file in done.manifest.tracks["model"].files} == set(os.listdir(here)) - {
-        "ckptsync.json"
-    }
+    assert {file.name for file in done.manifest.tracks["model"].files} == set(os.listdir(here)) - {"ckptsync.json"}
     assert json.loads(Path(here, "config.json").read_text())["dtype"] == "bfloat16"
     facts = done.manifest.tracks["model"].model
     assert facts["architecture"] == "LlamaForCausalLM"
@@ -248,9 +241,7 @@ def test_case_38_files_honour_the_umask(root: str) -> None:
         done = publish(root, {"w": torch.ones(2)})
     finally:
         os.umask(before)
-    files = [
-        os.path.join(folder(root, done.manifest), name) for name in os.listdir(folder(root, done.manifest))
-    ]
+    files = [os.path.join(folder(root, done.manifest), name) for name in os.listdir(folder(root, done.manifest))]
     assert {stat.S_IMODE(os.stat(file).st_mode) for file in files} == {0o640}
 
 

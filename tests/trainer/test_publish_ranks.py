@@ -30,9 +30,7 @@ def unreachable(rank: int, root: str) -> object:
     """The root for rank 0; for the others a store that fails whatever is asked of it."""
     if rank == 0:
         return root
-    return HookedStore(
-        open_store(root), Failing(lambda: AssertionError("only rank 0 may look"), lambda *_: True)
-    )
+    return HookedStore(open_store(root), Failing(lambda: AssertionError("only rank 0 may look"), lambda *_: True))
 
 
 def published(root: str, version: str = "latest") -> dict[str, torch.Tensor]:
@@ -46,9 +44,7 @@ def publish_in_every_way(rank: int, root: str) -> list[object]:
 
     model = shard(TinyModel())
     done = []
-    with Publisher(
-        unreachable(rank, root), dtype=torch.bfloat16, run_id="run", shard_bytes=1500
-    ) as publisher:
+    with Publisher(unreachable(rank, root), dtype=torch.bfloat16, run_id="run", shard_bytes=1500) as publisher:
         done.append(publisher.publish(model, step=1, metadata={"loss": 0.5}))
         done.append(publisher.publish(model.state_dict(), step=2))
         done.append(publisher.publish(iter(model.state_dict().items()), step=3))
@@ -56,10 +52,7 @@ def publish_in_every_way(rank: int, root: str) -> list[object]:
             for parameter in model.parameters():
                 parameter.add_(1.0)
         done.append(publisher.publish(model, step=4))
-    return [
-        (d.version, d.nbytes, d.seconds, d.changed, d.content_digest, d.manifest.manifest_digest)
-        for d in done
-    ]
+    return [(d.version, d.nbytes, d.seconds, d.changed, d.content_digest, d.manifest.manifest_digest) for d in done]
 
 
 def test_case_26_four_fsdp2_ranks_publish_one_version_each_time_and_only_rank_0_looks_at_the_store(
@@ -287,9 +280,7 @@ def test_ranks_exchange_values_and_one_common_error() -> None:
     assert zero["typed"].kind == one["typed"].kind == "Fenced"
     assert zero["typed"].message == one["typed"].message == "rank 0: a newer epoch"
     for errors in (zero, one, two):
-        assert errors["two fail"].message == "rank 1: OSError: [Errno 5] disk of rank 1", (
-            "the first failing rank"
-        )
+        assert errors["two fail"].message == "rank 1: OSError: [Errno 5] disk of rank 1", "the first failing rank"
         assert errors["cause"].message == "rank 0: KeyError: 0"
     assert (zero["two fail"].cause, two["two fail"].cause) == ("", "OSError")
     assert one["cause"].cause == "ValueError"

@@ -41,9 +41,7 @@ class TestPublisher:
 
     __test__ = False
 
-    def __init__(
-        self, root: str, *, channel: Channel | None = None, resumed_from: VersionId | None = None
-    ) -> None:
+    def __init__(self, root: str, *, channel: Channel | None = None, resumed_from: VersionId | None = None) -> None:
         self.channel = channel or Channel.create(root)
         self.epoch: Epoch = self.channel.claim_epoch("test", resumed_from)
         self.number = self.epoch.next_number
@@ -66,9 +64,7 @@ class TestPublisher:
         self.number += 1
         nonce = uuid.uuid4().hex[:8]
         folder = data_folder(version, nonce)
-        files, tensors = self._shards(
-            folder, specs, max_bytes, random.Random(version.number if seed is None else seed)
-        )
+        files, tensors = self._shards(folder, specs, max_bytes, random.Random(version.number if seed is None else seed))
         index = {"metadata": {}, "weight_map": {t.name: t.file for t in tensors}}
         assets = {
             "config.json": b"{}",

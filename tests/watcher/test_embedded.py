@@ -96,9 +96,7 @@ def watcher_of(root: str, tmp_path: Any) -> Iterator[Callable[..., Watcher]]:
 
     def make(server: Server, **options: Any) -> Watcher:
         engine = EmbeddedEngine(server.url, timeout=30)
-        made.append(
-            Watcher(root, engine, stage=str(tmp_path / "stage"), reader="embedded", poll=0.05, **options)
-        )
+        made.append(Watcher(root, engine, stage=str(tmp_path / "stage"), reader="embedded", poll=0.05, **options))
         return made[-1]
 
     yield make
@@ -149,9 +147,7 @@ def test_an_engine_killed_in_mid_load_and_started_on_base_weights_is_current_bef
     server = serve()
     publish_folder(root, models[1])
     ready: list[str] = []
-    watcher = watcher_of(
-        server, on_change=lambda health: ready.append(health.version) if health.ready else None
-    )
+    watcher = watcher_of(server, on_change=lambda health: ready.append(health.version) if health.ready else None)
     assert watcher.step() is not None
     expected = server.generate()
     second = publish_folder(root, models[2])
@@ -191,9 +187,7 @@ def wait_for(done: Callable[[], bool], seconds: float = 30.0) -> None:
         time.sleep(0.05)
 
 
-def test_the_server_refuses_what_does_not_fit_and_goes_on_serving(
-    server: Server, root: str, tmp_path: Any
-) -> None:
+def test_the_server_refuses_what_does_not_fit_and_goes_on_serving(server: Server, root: str, tmp_path: Any) -> None:
     before, engine = server.generate(), EmbeddedEngine(server.url)
     wider = tiny_model(str(tmp_path / "wider"), 1, tied=True, intermediate_size=512)
     manifest = publish_folder(root, wider)

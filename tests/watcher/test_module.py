@@ -192,9 +192,7 @@ def test_a_pause_that_takes_too_long_fails_and_lets_computations_go_on() -> None
 
 def test_a_watcher_keeps_a_module_current(root: str, tmp_path: Any) -> None:
     publisher, module = TestPublisher(root), Tiny()
-    watcher = Watcher(
-        root, ModuleEngine(module), stage=str(tmp_path / "stage"), reader="module", events=False
-    )
+    watcher = Watcher(root, ModuleEngine(module), stage=str(tmp_path / "stage"), reader="module", events=False)
     for _ in range(2):
         manifest = publisher.publish(specs=SPECS, aliases=TIES)
         receipt = watcher.step()

@@ -26,16 +26,13 @@ def test_an_engine_that_cannot_say_its_schema_is_not_checked(publisher: TestPubl
 def test_case_90_a_tensor_that_the_engine_needs_and_the_version_lacks_is_refused(
     publisher: TestPublisher,
 ) -> None:
-    with pytest.raises(
-        SchemaMismatch, match=r"1 that the engine needs are not in the version \(norm.weight\)"
-    ):
+    with pytest.raises(SchemaMismatch, match=r"1 that the engine needs are not in the version \(norm.weight\)"):
         check_schema(publisher.write(specs=SPECS[:-1]), SCHEMA)
 
 
 def test_case_77_the_message_counts_and_shows_three_names_of_each_side(publisher: TestPublisher) -> None:
     engine = {
-        f"language_model.{name}": TensorSpec(f"language_model.{name}", s.dtype, s.shape)
-        for name, s in SCHEMA.items()
+        f"language_model.{name}": TensorSpec(f"language_model.{name}", s.dtype, s.shape) for name, s in SCHEMA.items()
     }
     with pytest.raises(SchemaMismatch) as caught:
         check_schema(publisher.write(), engine)
@@ -52,9 +49,7 @@ def test_case_93_another_shape_under_the_same_name_is_refused(publisher: TestPub
 
 def test_case_92_another_dtype_is_refused_and_named(publisher: TestPublisher) -> None:
     half = {**SCHEMA, "norm.weight": TensorSpec("norm.weight", "BF16", (8,))}
-    with pytest.raises(
-        SchemaMismatch, match=r"1 of another dtype \(norm.weight F32 but the engine has BF16\)"
-    ):
+    with pytest.raises(SchemaMismatch, match=r"1 of another dtype \(norm.weight F32 but the engine has BF16\)"):
         check_schema(publisher.write(), half)
 
 
@@ -69,9 +64,7 @@ def test_with_allow_cast_plain_floats_may_differ_and_nothing_else(publisher: Tes
 
 
 @pytest.mark.parametrize("needed", ["embed.weight", "lm_head.weight"])
-def test_a_tied_tensor_is_provided_under_each_name_and_needed_under_one(
-    publisher: TestPublisher, needed: str
-) -> None:
+def test_a_tied_tensor_is_provided_under_each_name_and_needed_under_one(publisher: TestPublisher, needed: str) -> None:
     manifest = publisher.write(aliases={"lm_head.weight": "embed.weight"})
     engine = {name: spec for name, spec in SCHEMA.items() if name != "embed.weight"}
     check_schema(manifest, {**engine, needed: TensorSpec(needed, "F32", (16, 8))})
@@ -93,9 +86,7 @@ def test_an_index_that_agrees_with_the_manifest_passes(publisher: TestPublisher,
 
 
 @pytest.mark.parametrize("value", ["../x", "/etc/x", "a/b", "a\0b", "C:\\x", ""])
-def test_case_84_an_index_that_leads_outside_is_refused(
-    publisher: TestPublisher, tmp_path: Any, value: str
-) -> None:
+def test_case_84_an_index_that_leads_outside_is_refused(publisher: TestPublisher, tmp_path: Any, value: str) -> None:
     manifest = publisher.write()
     path = write_index(tmp_path, index_of(manifest, **{"norm.weight": value}))
     with pytest.raises(BadShard, match=r"index.json: tensor 'norm.weight'"):
@@ -133,9 +124,7 @@ def test_the_same_content_must_have_the_same_fingerprint_again(publisher: TestPu
     seen.check(first, Confirmation(label=first.label, fingerprint="aa"))
     seen.check(again, Confirmation(label=again.label, fingerprint="aa"))
     for other in ("bb", ""):
-        with pytest.raises(
-            ProofFailed, match=f"e1-v2 has fingerprint {other or 'none'} in the engine, and had aa"
-        ):
+        with pytest.raises(ProofFailed, match=f"e1-v2 has fingerprint {other or 'none'} in the engine, and had aa"):
             seen.check(again, Confirmation(label=again.label, fingerprint=other))
     seen.forget()
     seen.check(again, Confirmation(label=again.label, fingerprint="bb"))

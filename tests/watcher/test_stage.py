@@ -62,9 +62,7 @@ def test_a_staged_folder_holds_exactly_the_listed_files_and_the_manifest(
 def test_the_stage_is_private(root: str, publisher: TestPublisher, folder: str) -> None:
     version = Stage(folder).stage(Channel.open(root), publisher.publish())
     assert stat.S_IMODE(os.stat(os.path.dirname(version.folder)).st_mode) == 0o700
-    assert {
-        stat.S_IMODE(os.stat(f"{version.folder}/{name}").st_mode) for name in os.listdir(version.folder)
-    } == {0o600}
+    assert {stat.S_IMODE(os.stat(f"{version.folder}/{name}").st_mode) for name in os.listdir(version.folder)} == {0o600}
 
 
 def test_progress_counts_every_byte_once_and_nothing_for_what_is_here(
@@ -161,9 +159,7 @@ def test_case_86_a_folder_in_place_of_a_shard_is_a_missing_file(
         Stage(folder).stage(Channel.open(root), manifest)
 
 
-def test_case_81_stale_files_beside_the_shards_are_not_staged(
-    root: str, publisher: TestPublisher, folder: str
-) -> None:
+def test_case_81_stale_files_beside_the_shards_are_not_staged(root: str, publisher: TestPublisher, folder: str) -> None:
     manifest = publisher.publish()
     put_bytes(LocalStore(root), f"{manifest.folder}/model-00003-of-00002.safetensors", b"stale")
     version = Stage(folder).stage(Channel.open(root), manifest)
@@ -209,9 +205,7 @@ def with_swapped_shards(manifest: Manifest) -> Manifest:
     return msgspec.structs.replace(manifest, tracks={"model": msgspec.structs.replace(track, files=files)})
 
 
-def test_case_84_an_index_that_leads_outside_is_never_staged(
-    root: str, publisher: TestPublisher, folder: str
-) -> None:
+def test_case_84_an_index_that_leads_outside_is_never_staged(root: str, publisher: TestPublisher, folder: str) -> None:
     index = json.dumps({"weight_map": {"norm.weight": "../../secret"}}).encode()
     manifest = publisher.publish(assets={"model.safetensors.index.json": index})
     with pytest.raises(BadShard, match=r"model.safetensors.index.json: tensor 'norm.weight'"):
@@ -253,9 +247,7 @@ def test_a_killed_stage_is_resumed_file_by_file(
 ) -> None:
     manifest = publisher.publish()
     at = manifest.nbytes * percent // 100
-    process = multiprocessing.get_context("spawn").Process(
-        target=_stage_and_die, args=(root, folder, 100, at)
-    )
+    process = multiprocessing.get_context("spawn").Process(target=_stage_and_die, args=(root, folder, 100, at))
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
@@ -314,9 +306,7 @@ def test_eight_watchers_on_one_host_read_the_store_once(
     assert counting_store.read == manifest.nbytes
 
 
-def test_versions_in_use_stay_and_the_newest_besides(
-    root: str, publisher: TestPublisher, folder: str
-) -> None:
+def test_versions_in_use_stay_and_the_newest_besides(root: str, publisher: TestPublisher, folder: str) -> None:
     channel, stage, other = Channel.open(root), Stage(folder, keep=2), Stage(folder, keep=2)
     first = other.stage(channel, publisher.publish())
     for _ in range(4):
@@ -376,9 +366,7 @@ def test_a_folder_that_somebody_else_put_there_is_not_used(
         Stage(folder).stage(Channel.open(root), manifest)
 
 
-def test_the_version_is_leased_while_it_is_read_and_no_longer(
-    root: str, publisher: TestPublisher, folder: str
-) -> None:
+def test_the_version_is_leased_while_it_is_read_and_no_longer(root: str, publisher: TestPublisher, folder: str) -> None:
     recorder = Recorder()
     channel = Channel.open(HookedStore(LocalStore(root), recorder))
     Stage(folder).stage(channel, publisher.publish(), reader="me")
@@ -398,9 +386,7 @@ def test_a_store_that_cannot_be_written_is_read_without_a_lease(
     assert len([r for r in caplog.records if "no lease can be written" in r.message]) == 1
 
 
-def test_no_thread_and_no_descriptor_is_left_after_a_failure(
-    root: str, publisher: TestPublisher, folder: str
-) -> None:
+def test_no_thread_and_no_descriptor_is_left_after_a_failure(root: str, publisher: TestPublisher, folder: str) -> None:
     manifest = publisher.publish()
     flip(path_of(root, manifest))
     stage, channel = Stage(folder), Channel.open(root)

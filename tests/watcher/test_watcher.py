@@ -126,9 +126,7 @@ def test_a_publisher_that_is_faster_than_staging_does_not_starve_the_engine(
     assert step(watcher).state == "serving"
 
 
-def test_every_follows_each_version_in_order(
-    watch: Watch, engine: FakeEngine, publisher: TestPublisher
-) -> None:
+def test_every_follows_each_version_in_order(watch: Watch, engine: FakeEngine, publisher: TestPublisher) -> None:
     for _ in range(3):
         publisher.publish()
     watcher = watch(engine, follow="every")
@@ -136,9 +134,7 @@ def test_every_follows_each_version_in_order(
     assert watcher.step() is None
 
 
-def test_an_exact_version_is_waited_for_and_kept(
-    watch: Watch, engine: FakeEngine, publisher: TestPublisher
-) -> None:
+def test_an_exact_version_is_waited_for_and_kept(watch: Watch, engine: FakeEngine, publisher: TestPublisher) -> None:
     publisher.publish()
     watcher = watch(engine, follow="e1-v2")
     assert watcher.step() is None
@@ -175,9 +171,7 @@ def test_load_version_goes_back_and_forward_and_raises_what_goes_wrong(
     assert engine.label == "e1-v7"
 
 
-def test_a_new_watcher_of_an_old_engine_can_still_go_back(
-    watch: Watch, publisher: TestPublisher, root: str
-) -> None:
+def test_a_new_watcher_of_an_old_engine_can_still_go_back(watch: Watch, publisher: TestPublisher, root: str) -> None:
     """The engine outlived its watcher: what it serves is in the stage, and is where a failed load returns
     to."""
     engine = Failing(SCHEMA)
@@ -337,9 +331,7 @@ def resealed(data: bytes) -> bytes:
     return canonical({**body, "manifest_digest": sha256(canonical(body))})
 
 
-def test_a_torn_head_is_only_a_hint(
-    watch: Watch, engine: FakeEngine, publisher: TestPublisher, root: str
-) -> None:
+def test_a_torn_head_is_only_a_hint(watch: Watch, engine: FakeEngine, publisher: TestPublisher, root: str) -> None:
     watcher = watch(engine)
     for torn in (b"", b'{"epoch": 1, "num', b"\x00" * 40):
         manifest = publisher.publish()
@@ -544,9 +536,7 @@ def test_case_101_whatever_fails_between_pause_and_resume_the_engine_ends_resume
     assert step(watcher).label == "e1-v3"
 
 
-def test_case_58_a_failed_load_never_counts_as_applied(
-    watch: Watch, publisher: TestPublisher, root: str
-) -> None:
+def test_case_58_a_failed_load_never_counts_as_applied(watch: Watch, publisher: TestPublisher, root: str) -> None:
     engine = Failing(SCHEMA)
     publisher.publish()
     watcher = watch(engine)
@@ -629,9 +619,7 @@ def test_a_dirty_engine_is_brought_back_to_the_last_good_version_later(
     assert engine.weights in {weights(root, good), weights(root, publisher.channel.latest())}
 
 
-def test_an_engine_that_does_not_hear_the_resume_is_told_again(
-    watch: Watch, publisher: TestPublisher
-) -> None:
+def test_an_engine_that_does_not_hear_the_resume_is_told_again(watch: Watch, publisher: TestPublisher) -> None:
     engine = Failing(SCHEMA)
     publisher.publish()
     watcher = watch(engine)
@@ -662,9 +650,7 @@ def test_an_interrupt_in_mid_load_is_raised_again_after_the_way_back(
 # -- proof and restarts ----------------------------------------------------------------------------------
 
 
-def test_case_105_an_engine_that_does_not_take_the_label_is_never_ready(
-    watch: Watch, publisher: TestPublisher
-) -> None:
+def test_case_105_an_engine_that_does_not_take_the_label_is_never_ready(watch: Watch, publisher: TestPublisher) -> None:
     publisher.publish()
     watcher = watch(KeepsLabel(SCHEMA))
     receipt = step(watcher)
@@ -701,9 +687,7 @@ def test_a_restarted_engine_is_served_from_the_stage_while_the_store_is_down(
     watch: Watch, engine: FakeEngine, publisher: TestPublisher, root: str
 ) -> None:
     publisher.publish()
-    outage = FailingHook(
-        lambda: StoreUnavailable("down"), matching("open", "list", "write", "delete"), times=0
-    )
+    outage = FailingHook(lambda: StoreUnavailable("down"), matching("open", "list", "write", "delete"), times=0)
     watcher = watch(engine, root=HookedStore(LocalStore(root), outage))
     step(watcher)
     outage.times = 1 << 30
@@ -723,9 +707,7 @@ def test_weights_that_somebody_else_loaded_are_replaced(
     assert engine.weights == weights(root, manifest)
 
 
-def test_an_engine_that_is_away_for_a_moment_is_not_loaded_again(
-    watch: Watch, publisher: TestPublisher
-) -> None:
+def test_an_engine_that_is_away_for_a_moment_is_not_loaded_again(watch: Watch, publisher: TestPublisher) -> None:
     engine = Failing(SCHEMA)
     publisher.publish()
     watcher = watch(engine)
@@ -782,9 +764,7 @@ def test_a_receipt_that_cannot_be_written_does_not_matter(
     assert len([r for r in caplog.records if "no receipt can be written" in r.getMessage()]) == 1
 
 
-def test_load_version_refuses_what_does_not_fit(
-    watch: Watch, engine: FakeEngine, publisher: TestPublisher
-) -> None:
+def test_load_version_refuses_what_does_not_fit(watch: Watch, engine: FakeEngine, publisher: TestPublisher) -> None:
     publisher.publish(specs=SPECS[:-1])
     with pytest.raises(SchemaMismatch):
         watch(engine).load_version("latest")

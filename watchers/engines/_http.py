@@ -92,17 +92,13 @@ class Answer:
 class EngineHttp:
     """The HTTP side of one engine."""
 
-    def __init__(
-        self, url: str, options: HttpOptions, *, transport: httpx.BaseTransport | None = None
-    ) -> None:
+    def __init__(self, url: str, options: HttpOptions, *, transport: httpx.BaseTransport | None = None) -> None:
         try:
             base = httpx.URL(url)
         except httpx.InvalidURL as error:
             raise InvalidInput(f"engine url {url!r}: {error}") from error
         if base.scheme not in {"http", "https"} or not base.host or base.userinfo:
-            raise InvalidInput(
-                "an engine url is http://host:port or https://host:port; pass a key as api_key"
-            )
+            raise InvalidInput("an engine url is http://host:port or https://host:port; pass a key as api_key")
         self.url = str(base).rstrip("/")
         self.options = options
         self._client = httpx.Client(base_url=self.url, transport=transport)
@@ -184,9 +180,7 @@ class EngineHttp:
         never_sent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.UnsupportedProtocol)
         untouched = call.touch == "no" or (call.touch == "starts" and never_sent)
         if isinstance(error, httpx.TimeoutException):
-            what = (
-                f"got no answer within {call.timeout or self.options.timeout:.0f} s ({type(error).__name__})"
-            )
+            what = f"got no answer within {call.timeout or self.options.timeout:.0f} s ({type(error).__name__})"
         else:
             what = f"got no answer ({type(error).__name__}: {error})"
         return self.failure(call, what, EngineUnavailable if untouched else EngineDirty)

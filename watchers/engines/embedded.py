@@ -73,9 +73,7 @@ class EmbeddedEngine:
         seconds = self.timeout + version.manifest.nbytes / BYTES_PER_SECOND
         found = msgspec.convert(self._ask("GET", "/fingerprint", timeout=seconds), Confirmation)
         if found.label != version.label:
-            raise ProofFailed(
-                f"{self.name}: reports {found.label or 'no version'!r} after loading {version.label}"
-            )
+            raise ProofFailed(f"{self.name}: reports {found.label or 'no version'!r} after loading {version.label}")
         return found
 
     def resume(self) -> None:
@@ -96,9 +94,7 @@ class EmbeddedEngine:
             answer = self._client.request(method, self.url + path, json=body, timeout=timeout or self.timeout)
             content = answer.json()
         except (httpx.HTTPError, ValueError) as error:
-            raise EngineUnavailable(
-                f"{self.name}: {method} {path}: {error or type(error).__name__}"
-            ) from error
+            raise EngineUnavailable(f"{self.name}: {method} {path}: {error or type(error).__name__}") from error
         if answer.status_code < 400:
             return content
         kind, message = content.get("kind", ""), content.get("message", answer.text)

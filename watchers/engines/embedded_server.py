@@ -147,9 +147,7 @@ def application(model: Model) -> Starlette:
         return _json(await loop.run_in_executor(generating, model.generate, prompt))
 
     async def load(request: Request) -> JSONResponse:
-        return _json(
-            await asyncio.to_thread(model.load, msgspec.json.decode(await request.body(), type=Load))
-        )
+        return _json(await asyncio.to_thread(model.load, msgspec.json.decode(await request.body(), type=Load)))
 
     def control(call: Callable[[], Any]) -> Callable[[Request], Any]:
         async def answer(_: Request) -> JSONResponse:
@@ -167,9 +165,7 @@ def application(model: Model) -> Starlette:
         Route("/schema", control(engine.schema)),
         Route("/fingerprint", control(model.fingerprint)),
     ]
-    return Starlette(
-        routes=routes, exception_handlers={CkptSyncError: _refused, msgspec.DecodeError: _refused}
-    )
+    return Starlette(routes=routes, exception_handlers={CkptSyncError: _refused, msgspec.DecodeError: _refused})
 
 
 def _json(value: object) -> JSONResponse:

@@ -108,16 +108,12 @@ class ModuleEngine:
 
     def pause(self) -> None:
         if not self.gate.shut(self._pause_seconds):
-            raise EngineUnavailable(
-                f"{self._name}: still computing after {self._pause_seconds} s; not paused"
-            )
+            raise EngineUnavailable(f"{self._name}: still computing after {self._pause_seconds} s; not paused")
 
     def start(self, version: StagedVersion) -> None:
         """Check that it fits. SchemaMismatch or EngineRefused here leave the module as it was."""
         if version.manifest.kind != "full":
-            raise EngineRefused(
-                f"{self._name}: loads full versions, {version.label} is kind {version.manifest.kind}"
-            )
+            raise EngineRefused(f"{self._name}: loads full versions, {version.label} is kind {version.manifest.kind}")
         if not self.gate.is_shut:
             raise EngineRefused(f"{self._name}: is not paused")
         check_schema(version.manifest, self.schema(), allow_cast=self._allow_cast, engine=self._name)

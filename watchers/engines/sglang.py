@@ -66,9 +66,7 @@ class SglangOptions(HttpOptions):
         if self.cache not in get_args(CachePolicy):
             raise InvalidInput(f"cache must be one of {get_args(CachePolicy)}, not {self.cache!r}")
         if self.pause_mode == "in_place" and self.cache == "flush":
-            raise InvalidInput(
-                "pause_mode 'in_place' keeps the KV of running requests: it needs cache='keep'"
-            )
+            raise InvalidInput("pause_mode 'in_place' keeps the KV of running requests: it needs cache='keep'")
 
 
 class SglangEngine:
@@ -256,7 +254,5 @@ class SglangEngine:
         body = answer.body if isinstance(answer.body, dict) else {}
         checksum = body.get("per_engine_checksum")
         if body.get("success") is not True or not isinstance(checksum, str) or not checksum:
-            raise self.http.failure(
-                call, f"answered {answer.text[:200]!r} instead of a checksum", ProofFailed
-            )
+            raise self.http.failure(call, f"answered {answer.text[:200]!r} instead of a checksum", ProofFailed)
         return checksum

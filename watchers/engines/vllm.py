@@ -133,9 +133,7 @@ class VllmEngine:
         )
         results = self.http.json_object(call).get("results")
         if not isinstance(results, list) or not results or any(result is not None for result in results):
-            raise self.http.failure(
-                call, f"answered results {results!r} instead of one null from each worker"
-            )
+            raise self.http.failure(call, f"answered results {results!r} instead of one null from each worker")
 
     def finish(self, version: StagedVersion) -> None:
         if self.options.cache == "flush":
@@ -226,9 +224,7 @@ class VllmEngine:
             raise self.http.failure(call, "answered without checksums", ProofFailed)
         empty = sum(1 for value in sums.values() if value == OF_NOTHING)
         if empty:
-            self._warnings.append(
-                f"no fingerprint: vLLM's checksum is of nothing for {empty} of {len(sums)} tensors"
-            )
+            self._warnings.append(f"no fingerprint: vLLM's checksum is of nothing for {empty} of {len(sums)} tensors")
             return ""
         return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
 

@@ -16,9 +16,7 @@ __version__ = "0.0.0+ckptsync.standin"
 _namespace = torch.library.Library("sgl_kernel", "DEF")
 _namespace.define("init_cpu_threads_env(str cpu_ids) -> str")
 _namespace.define("initialize(int size, int rank) -> ()")
-_namespace.impl(
-    "init_cpu_threads_env", lambda cpu_ids: f"threads not bound ({cpu_ids})", "CompositeExplicitAutograd"
-)
+_namespace.impl("init_cpu_threads_env", lambda cpu_ids: f"threads not bound ({cpu_ids})", "CompositeExplicitAutograd")
 _namespace.impl("initialize", lambda size, rank: None, "CompositeExplicitAutograd")
 
 
@@ -43,8 +41,6 @@ def __getattr__(name: str) -> Callable[..., NoReturn]:
         raise AttributeError(name)
 
     def missing(*args: object, **kwargs: object) -> NoReturn:
-        raise NotImplementedError(
-            f"sgl_kernel.{name} has no stand-in: this model needs the real kernel package"
-        )
+        raise NotImplementedError(f"sgl_kernel.{name} has no stand-in: this model needs the real kernel package")
 
     return missing

@@ -56,6 +56,4 @@ class BeforeImport(importlib.abc.MetaPathFinder):
         return None
 
 
-sys.meta_path.insert(
-    0, BeforeImport({"torchvision": declare_torchvision_operators, "sglang": drop_pin_memory})
-)
+sys.meta_path.insert(0, BeforeImport({"torchvision": declare_torchvision_operators, "sglang": drop_pin_memory}))
