@@ -53,8 +53,9 @@ class Pipeline:
         """Wait for all parts; the index and bytes of the last one, which the sink has not seen."""
         while self._running:
             self._collect()
+        tail = self._buffer[: self._filled]
         self._shutdown()
-        return self._index, self._buffer[: self._filled]
+        return self._index, tail
 
     def cancel(self) -> None:
         """Drop what waits, wait for what runs, and forget its errors."""
@@ -88,6 +89,9 @@ class Pipeline:
         return buffer
 
     def _shutdown(self) -> None:
+        # A writer and its pipeline hold each other: only the cyclic collection frees them, and a part is 16 MiB.
+        self._buffer = memoryview(b"")
+        self._filled = 0
         if self._threads is not None:
             self._threads.shutdown()
             self._threads = None
