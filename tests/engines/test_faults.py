@@ -66,7 +66,7 @@ def load(engine: Engine, version: StagedVersion = VERSION) -> Any:
 # Calls in order, and what they carry
 
 
-def test_vllm_flushes_after_the_load_and_labels_last(vllm: VllmEngine, fake_vllm: FakeVllm) -> None:
+def test_case_88_97_vllm_is_reloaded_by_its_own_route_then_flushed_and_labelled_last(vllm: VllmEngine, fake_vllm: FakeVllm) -> None:
     assert load(vllm).label == LABEL
     assert [call for call in fake_vllm.seen if call.startswith("POST")] == [
         "POST /pause",
@@ -83,7 +83,7 @@ def test_vllm_flushes_after_the_load_and_labels_last(vllm: VllmEngine, fake_vllm
     }
 
 
-def test_vllm_asked_to_keep_caches_resets_none(fake_vllm: FakeVllm) -> None:
+def test_case_97_vllm_asked_to_keep_caches_resets_none(fake_vllm: FakeVllm) -> None:
     engine = VllmEngine(URL, VllmOptions(cache="keep"), transport=fake_vllm.transport)
     load(engine)
     assert not [call for call in fake_vllm.seen if "reset" in call]
@@ -227,7 +227,7 @@ def test_sglang_refuses_only_if_no_worker_touched_anything(
         load(sglang)
 
 
-def test_sglang_that_could_not_flush_is_flushed_and_labelled(sglang: SglangEngine, fake_sglang: FakeSglang) -> None:
+def test_case_100_102_sglang_that_could_not_flush_is_flushed_and_labelled_without_an_abort(sglang: SglangEngine, fake_sglang: FakeSglang) -> None:
     message = "Weights were updated, but the cache was not flushed because requests are still running."
     fake_sglang.answers["POST /update_weights_from_disk"] = (400, {"success": False, "message": message})
     flushes: Iterator[tuple[int, str]] = iter([(400, "Flush cache failed.\n"), (200, "Cache flushed.\n")])
@@ -240,7 +240,7 @@ def test_sglang_that_could_not_flush_is_flushed_and_labelled(sglang: SglangEngin
     assert fake_sglang.body_of("POST /update_weight_version")["abort_all_requests"] is False
 
 
-def test_caches_that_cannot_be_reset_are_warnings(vllm: VllmEngine, fake_vllm: FakeVllm) -> None:
+def test_case_96_caches_that_cannot_be_reset_are_warnings(vllm: VllmEngine, fake_vllm: FakeVllm) -> None:
     fake_vllm.answers["POST /reset_mm_cache"] = (200, {"success": False, "message": "not supported"})
     fake_vllm.answers["POST /reset_encoder_cache"] = (404, {"detail": "Not Found"})
     warnings = load(vllm).warnings
