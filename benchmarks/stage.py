@@ -20,8 +20,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ckptsync.manifest import Manifest, TensorSpec
 from tests.watcher.publish import TestPublisher
-from watchers.fetch import CHUNK, IN_FLIGHT
 from watchers.stage import Stage
+
+CHUNK, IN_FLIGHT = 16 << 20, 4
+"""Of the plain reads."""
 
 
 def published(root: str, gb: float) -> tuple[TestPublisher, Manifest]:
@@ -94,7 +96,7 @@ def compare(root: str, stage: str, gb: float, pairs: int) -> None:
     cpu = [statistics.median(row[side][1] for row in rows) / size for side in (0, 1)]
     print(
         f"{size:.2f} GB: stage reaches {ratio:.2f} of plain O_DIRECT reads, "
-        f"at {cpu[1]:.2f} cpu-s/GB (plain: {cpu[0]:.2f})"
+        f"at {cpu[1]:.2f} cpu-s/GB (plain: {cpu[0]:.2f}); load average {os.getloadavg()[0]:.1f}"
     )
 
 

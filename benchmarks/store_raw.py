@@ -12,6 +12,7 @@ turning order, and the ratios are medians over the rounds' own ratios.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import resource
@@ -200,25 +201,31 @@ def s3(size: int, rounds: int) -> dict[str, dict[str, list[Run]]]:
             with open(path, "wb") as file:
                 for _ in range(0, size, CHUNK):
                     file.write(os.urandom(CHUNK))
-            store = S3Store(f"s3://{server.bucket}/bench", **server.options)
+            url = f"s3://{server.bucket}/bench"
+            store = S3Store(url, **server.options, obstore=False)
             bare = s3fs.S3FileSystem(**server.options, use_listings_cache=False, skip_instance_cache=True)
             where = f"{server.bucket}/bench/ours.bin"
             puts: Candidates = {
                 "s3fs put_file": lambda: bare.put_file(path, where),
-                "ckptsync": lambda: put_ours(store, path),
+                "ckptsync, s3fs": lambda: put_ours(store, path),
             }
             gets: Candidates = {
                 "s3fs get_file": lambda: bare.get_file(where, back),
-                "ckptsync": lambda: get_ours(store, back),
+                "ckptsync, s3fs": lambda: get_ours(store, back),
             }
             starts = list(range(0, size, CHUNK))
             reads: Candidates = {
                 "s3fs cat_ranges": lambda: bare.cat_ranges(
                     [where] * len(starts), starts, [start + CHUNK for start in starts], batch_size=4
                 ),
-                "ckptsync": lambda: read_parallel(store),
+                "ckptsync, s3fs": lambda: read_parallel(store),
             }
-            _add_obstore(server, path, back, puts, gets, reads)
+            if importlib.util.find_spec("obstore"):
+                fast = S3Store(url, **server.options, obstore=True)
+                puts["ckptsync, obstore"] = lambda: put_ours(fast, path)
+                gets["ckptsync, obstore"] = lambda: get_ours(fast, back)
+                reads["ckptsync, obstore"] = lambda: read_parallel(fast)
+                _add_obstore(server, path, back, puts, gets, reads)
             return {
                 f"put {size / 1e6:.0f} MB to S3": compare(puts, rounds),
                 f"get {size / 1e6:.0f} MB from S3 into a file": compare(gets, rounds),
@@ -231,11 +238,9 @@ def s3(size: int, rounds: int) -> dict[str, dict[str, list[Run]]]:
 def _add_obstore(
     server: seaweed.S3Server, path: str, back: str, puts: Candidates, gets: Candidates, reads: Candidates
 ) -> None:
-    try:
-        import obstore
-        from obstore.store import S3Store as ObstoreS3
-    except ImportError:
-        return
+    import obstore
+    from obstore.store import S3Store as ObstoreS3
+
     store = ObstoreS3(
         server.bucket, endpoint=server.endpoint, access_key_id=server.key, secret_access_key=server.secret,
         region="us-east-1", client_options={"allow_http": True}, virtual_hosted_style_request=False,
@@ -250,14 +255,21 @@ def _add_obstore(
             for chunk in obstore.get(store, "bench/ours.bin").stream(min_chunk_size=CHUNK):
                 file.write(chunk)
 
-    def read() -> None:
-        def fetch(at: int) -> None:
-            obstore.get_range(store, "bench/ours.bin", start=at, length=CHUNK)
+    def read(keep: bool) -> None:
+        """Into obstore's own memory, or on into memory of ours, which only a copy can do."""
+
+        def worker(number: int) -> None:
+            buffer = direct.aligned(CHUNK)
+            for at in range(number * CHUNK, os.path.getsize(path), 4 * CHUNK):
+                data = obstore.get_range(store, "bench/ours.bin", start=at, length=CHUNK)
+                if keep:
+                    buffer[: len(data)] = memoryview(data)
 
         with ThreadPoolExecutor(4) as pool:
-            list(pool.map(fetch, range(0, os.path.getsize(path), CHUNK)))
+            list(pool.map(worker, range(4)))
 
-    reads["obstore get_range"] = read
+    reads["obstore get_range"] = lambda: read(False)
+    reads["obstore get_range, copied"] = lambda: read(True)
     puts["obstore put"] = put
     gets["obstore get"] = get
 
@@ -266,8 +278,10 @@ def _add_obstore(
 
 
 def summary(runs: dict[str, list[Run]], size: int) -> dict[str, dict[str, float]]:
-    """Per candidate: best GB/s, least CPU seconds per GB, and the medians of the ratios to the first one."""
+    """Per candidate: best GB/s, least CPU seconds per GB, and the medians of the ratios to the first one, of CPU
+    also to bare obstore where it runs."""
     first = next(iter(runs.values()))
+    bare = next((own for name, own in runs.items() if name.startswith("obstore")), None)
     table = {}
     for name, own in runs.items():
         table[name] = {
@@ -276,11 +290,16 @@ def summary(runs: dict[str, list[Run]], size: int) -> dict[str, dict[str, float]
             "speed ratio": statistics.median(b.wall / a.wall for a, b in zip(own, first, strict=True)),
             "cpu ratio": statistics.median(a.cpu / b.cpu for a, b in zip(own, first, strict=True)),
         }
+        if bare is not None:
+            table[name]["cpu ratio to obstore"] = statistics.median(
+                a.cpu / b.cpu for a, b in zip(own, bare, strict=True)
+            )
     return table
 
 
 def show(title: str, table: dict[str, dict[str, float]]) -> None:
-    grid = Table("candidate", "best GB/s", "cpu-s/GB", "speed, x first", "CPU, x first", title=title)
+    columns = ["best GB/s", "cpu-s/GB", "speed, x first", "CPU, x first", "CPU, x obstore"]
+    grid = Table("candidate", *columns[: len(next(iter(table.values())))], title=title)
     for name, row in table.items():
         grid.add_row(name, *(f"{value:.2f}" for value in row.values()))
     Console().print(grid)

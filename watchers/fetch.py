@@ -1,8 +1,12 @@
 """From the store into local files: large parallel ranges, digested in order in the same pass.
 
 A range is read into a page-aligned buffer of its own, written to the local file by the same thread, and
-digested by the caller's, in order. Measured against reading straight into a mapping of a file in /dev/shm:
-half the CPU, since the kernel neither clears the pages first nor maps them one by one.
+digested by the caller's, in order. What that costs is the kernel's taking of new pages, one by one, for the local
+file: of 0.64 cpu-s per GB into /dev/shm, 0.5 are that, 0.1 the read and 0.06 the digest (Linux 6.18, 2 GB, ext4 to
+tmpfs). Measured besides, in pairs with plain reads: O_DIRECT into a mapping of the new file 0.9 to 1.0 (the pages
+are cleared first), populated or not; sendfile 0.85 before any digest; smaller ranges, more threads and huge pages
+for the buffers no difference. Writing over an old version's pages takes half, and would change them under whoever
+still maps that version's files.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from typing import NamedTuple
 from ckptsync.digest import hasher
 from ckptsync.errors import BadShard, CkptSyncError, StoreDenied, StoreError, StoreFull, StoreUnavailable
 from ckptsync.manifest import FileEntry
-from ckptsync.store.base import Store
+from ckptsync.store.base import Reader, Store
 
 CHUNK = 16 << 20
 """Bytes per read. A multiple of every block and page size, so that a local store can read with O_DIRECT."""
@@ -29,6 +33,10 @@ IN_FLIGHT = 4
 
 AHEAD = 2
 """Ranges that may wait for the digest besides, while the reads go on."""
+
+
+class DeniedFile(StoreDenied):
+    """The store refuses this one file, as it is there: wrong permissions, or not a file that is followed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +52,8 @@ class Download:
 def fetch(store: Store, wanted: Iterable[Download], progress: Callable[[int], None]) -> Generator[Download, None, None]:
     """Yield each download once all its bytes are in `target` and their size and digest are the manifest's.
 
-    BadShard if they are not, NotFound if the file is not there, StoreFull if the stage runs full. After an
-    error no read is left running, and the unfinished target is removed.
+    BadShard if they are not, NotFound if the file is not there, DeniedFile if it may not be opened, StoreFull
+    if the stage runs full. After an error no read is left running, and the unfinished target is removed.
     """
     window: deque[_Range] = deque()
     buffers: list[mmap.mmap] = []
@@ -72,7 +80,7 @@ class _Local:
     def __init__(self, store: Store, download: Download) -> None:
         self.download = download
         self.state = hasher(download.algorithm)
-        self.reader = store.open(download.source)
+        self.reader = _open(store, download.source)
         try:
             self._check_size()
             self.file = _new_file(download.target)
@@ -104,6 +112,13 @@ class _Local:
     def close(self) -> None:
         self.reader.close()
         os.close(self.file)
+
+
+def _open(store: Store, path: str) -> Reader:
+    try:
+        return store.open(path)
+    except StoreDenied as error:
+        raise DeniedFile(str(error)) from error
 
 
 class _Range(NamedTuple):

@@ -21,7 +21,9 @@ touched and brought back to the last good version. `dirty`: that failed too, and
 class Health:
     """A probe's answer. Not ready before the first confirmed load, nor once a change has ended in doubt.
 
-    During a change that goes well it stays ready: the engine is paused then, and requests wait.
+    During a change that goes well it stays ready, on purpose. Until the pause the old version is whole; from then
+    on requests wait in the engine, and are computed by a whole version, the new one or the old one again. To take
+    a fleet out of rotation at every version would move its load to the others, which change at the same moment.
     """
 
     ready: bool = False

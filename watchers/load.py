@@ -6,6 +6,10 @@ Nothing in here reads the network store. What a failure means depends on where i
   back): the old version is resumed and serves on;
 - from `start` on: the last good version is loaded from the stage, confirmed and resumed;
 - in that too: the engine is left paused, since what it would serve may be a mix, and is reported as dirty.
+
+An engine that is found paused when its watcher starts counts as dirty: the watcher before may have died in the
+middle of a load. The first good load makes it whole and resumes it; if that fails and nothing is in the stage to
+go back to, it stays paused. Somebody who paused it for reasons of their own finds it resumed.
 """
 
 from __future__ import annotations
@@ -61,6 +65,9 @@ class Attempt:
     died: bool = False
     """The engine did not answer any more, or was another process, from the load on."""
 
+    interrupt: BaseException | None = None
+    """Such as KeyboardInterrupt; to be raised again once the attempt is written down."""
+
     paused: bool = False
     """It could not be resumed although its weights are proven: to be tried again."""
 
@@ -75,9 +82,10 @@ class Switch:
         self.engine, self.proof, self._on_state = engine, proof, on_state
 
     def to(self, version: StagedVersion, ground: Ground) -> Attempt:
-        """Bring the engine to `version`. Never raises a CkptSyncError: the attempt says what happened.
+        """Bring the engine to `version`. Raises nothing: the attempt says what happened.
 
-        An interrupt (KeyboardInterrupt) is raised again, after the way back.
+        An interrupt (KeyboardInterrupt) takes the way back too; a second one, during that, leaves the engine
+        paused and dirty.
         """
         attempt, started = Attempt(), time.monotonic()
         self._on_state("paused")
@@ -85,10 +93,11 @@ class Switch:
             self._pause(attempt, ground)
             if attempt.error is None:
                 self._load(attempt, version, ground)
-        finally:
-            if attempt.state != "dirty":
-                self.resume(attempt)
-            attempt.pause_seconds = time.monotonic() - started
+        except BaseException as interrupt:  # noqa: BLE001 - raised again by the caller
+            self._interrupted(attempt, interrupt, version)
+        if attempt.state != "dirty":
+            self.resume(attempt)
+        attempt.pause_seconds = time.monotonic() - started
         return attempt
 
     def resume(self, attempt: Attempt) -> None:
@@ -99,6 +108,9 @@ class Switch:
                 self._call(self.engine.resume)
             except CkptSyncError as error:
                 attempt.paused, failure = True, error
+            except BaseException as interrupt:  # noqa: BLE001 - raised again by the caller
+                attempt.interrupt, attempt.paused = interrupt, True
+                failure = EngineUnavailable(f"{type(interrupt).__name__} while it was being resumed")
             else:
                 attempt.paused = False
                 return
@@ -122,11 +134,16 @@ class Switch:
             attempt.error = error
             log.warning("%s: %s was not loaded: %s", self.engine.name, version.label, error)
             self._go_back(attempt, error, ground)
-        except BaseException:
-            self._reload(attempt, ground)
-            raise
+        except BaseException as interrupt:  # noqa: BLE001 - raised again by the caller
+            self._interrupted(attempt, interrupt, version)
+            if attempt.state != "serving":
+                self._reload(attempt, ground)
         finally:
             attempt.load_seconds = time.monotonic() - started
+
+    def _interrupted(self, attempt: Attempt, interrupt: BaseException, version: StagedVersion) -> None:
+        attempt.interrupt = interrupt
+        attempt.error = EngineDirty(f"{type(interrupt).__name__} while {version.label} was being loaded")
 
     def _change(self, version: StagedVersion, boot_id: str) -> Confirmation:
         self._on_state("loading")

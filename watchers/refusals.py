@@ -3,11 +3,16 @@
 Remembered by manifest digest, so that nothing is retried in a hot loop, and a version published anew is
 tried at once. What the failure was decides:
 
-- bytes absent or wrong on the store: again when the version's files there have changed (a copy from another
-  site was still under way), looked at with back-off;
+- bytes absent or wrong on the store, or a symbolic link in their place: again when the version's files there
+  have changed (a copy from another site was still under way), looked at with back-off;
+- one file denied while the rest of the store is not: again with back-off, whatever the listing says, since it
+  does not show permissions;
 - storage or engine not available: again with back-off;
 - the engine refused or failed: not again, until the engine was restarted;
 - the engine died while loading it, twice: never again.
+
+What the store did to this version alone is waited for as long as `patience`; after that, one warning, and it no
+longer holds up the versions after it.
 """
 
 from __future__ import annotations
@@ -20,8 +25,10 @@ from dataclasses import dataclass, field
 from ckptsync.channel import Channel
 from ckptsync.errors import CkptSyncError, Corrupt, EngineError, EngineUnavailable, StoreError
 from ckptsync.manifest import Manifest
+from ckptsync.version import VersionId
 
 from .discover import Backoff, Verdict
+from .fetch import DeniedFile
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +39,7 @@ Listing = frozenset[tuple[str, int]]
 
 @dataclass(slots=True, kw_only=True)
 class _Refusal:
+    version: VersionId
     error: CkptSyncError
     first: float
     again: float = 0.0
@@ -39,6 +47,7 @@ class _Refusal:
     listing: Listing | None = None
     deaths: int = 0
     given_up: bool = False
+    passed_over: bool = False
 
 
 class Refusals:
@@ -48,10 +57,12 @@ class Refusals:
         self.patience, self._clock = patience, clock
         self._by_digest: dict[str, _Refusal] = {}
 
-    def add(self, channel: Channel, manifest: Manifest, error: CkptSyncError, *, died: bool = False) -> None:
-        """This version did not work. `died`: the engine was lost from the load on."""
-        now = self._clock()
-        refusal = self._by_digest.setdefault(manifest.manifest_digest, _Refusal(error=error, first=now))
+    def add(self, channel: Channel, manifest: Manifest, error: CkptSyncError, *, died: bool = False) -> bool:
+        """This version did not work. `died`: the engine was lost from the load on. False if that is no news."""
+        now, before = self._clock(), self._by_digest.get(manifest.manifest_digest)
+        news = before is None or str(before.error) != str(error)
+        refusal = before or _Refusal(version=manifest.id, error=error, first=now)
+        self._by_digest[manifest.manifest_digest] = refusal
         refusal.error = error
         refusal.deaths += died
         refusal.again = now + refusal.backoff.failed() if _is_transient(error) or died else float("inf")
@@ -60,6 +71,7 @@ class Refusals:
             refusal.given_up = True
         if isinstance(error, Corrupt):
             refusal.listing = _listing(channel, manifest)
+        return news
 
     def verdict(self, channel: Channel, manifest: Manifest) -> Verdict:
         """May this version be tried now? Lists its files if that is due; raises StoreError if that fails."""
@@ -72,6 +84,8 @@ class Refusals:
             return self._look_again(channel, manifest, refusal)
         if self._clock() >= refusal.again:
             return "try"
+        if isinstance(refusal.error, DeniedFile):
+            return self._patiently(refusal)
         return "never" if refusal.again == float("inf") else "wait"
 
     def worked(self, manifest: Manifest) -> None:
@@ -87,9 +101,10 @@ class Refusals:
                 else:
                     refusal.again = 0.0
 
-    def why(self, manifest: Manifest) -> CkptSyncError | None:
-        refusal = self._by_digest.get(manifest.manifest_digest)
-        return refusal.error if refusal else None
+    def why_not_newer(self, version: VersionId) -> str:
+        """What is wrong with the newest version after this one that did not work; empty if there is none."""
+        newer = [refusal for refusal in self._by_digest.values() if refusal.version > version]
+        return str(max(newer, key=lambda refusal: refusal.version).error) if newer else ""
 
     def _look_again(self, channel: Channel, manifest: Manifest, refusal: _Refusal) -> Verdict:
         if self._clock() >= refusal.again:
@@ -97,7 +112,17 @@ class Refusals:
             now = _listing(channel, manifest)
             if refusal.listing is None or (now is not None and now != refusal.listing):
                 return "try"
-        return "wait" if self._clock() - refusal.first < self.patience else "never"
+        return self._patiently(refusal)
+
+    def _patiently(self, refusal: _Refusal) -> Verdict:
+        if self._clock() - refusal.first < self.patience:
+            return "wait"
+        if not refusal.passed_over:
+            refusal.passed_over = True
+            log.warning(
+                "%s is not waited for any longer, after %.0f s: %s", refusal.version, self.patience, refusal.error
+            )
+        return "never"
 
 
 def _is_transient(error: CkptSyncError) -> bool:

@@ -1,7 +1,7 @@
 """A cache of verified versions on this host, on a local disk or in memory (/dev/shm).
 
-    <stage>/<channel id>/<version>-<nonce>/            the listed files, and ckptsync.json once all are
-    verified <stage>/<channel id>/.<version>-<nonce>.journal    which files are verified; survives a kill
+    <stage>/<channel id>/<version>-<nonce>/            the listed files; ckptsync.json once all are verified
+    <stage>/<channel id>/.<version>-<nonce>.journal    which files are verified; survives a kill
                                         ....filling    held alone while the store is read
                                         ....use        held shared by whoever serves or loads the version
 
@@ -23,14 +23,14 @@ import msgspec
 
 from ckptsync.channel import Channel
 from ckptsync.engine import StagedVersion
-from ckptsync.errors import BadShard, NotFound, StoreDenied, StoreError, StoreFull
+from ckptsync.errors import BadShard, CkptSyncError, NotFound, StoreDenied, StoreFull
 from ckptsync.layout import SELF_COPY
 from ckptsync.manifest import FileEntry, Manifest, Track, canonical, check_basename
 from ckptsync.shards.read import check_header, read_header
 from ckptsync.version import VersionId, parse_stem
 
 from . import locks
-from .fetch import Download, fetch, local_error
+from .fetch import DeniedFile, Download, fetch, local_error
 from .journal import Journal
 from .proof import check_index
 
@@ -43,6 +43,10 @@ Progress = Callable[[int], None]
 
 class MissingFile(BadShard):
     """A file that the manifest lists is not on the store: not copied there yet, or lost."""
+
+
+class NotAFile(BadShard):
+    """Something that is not followed is in a file's place, such as a symbolic link."""
 
 
 class Stage:
@@ -71,10 +75,10 @@ class Stage:
         `progress` is told of bytes as they come in; a version that is here already moves none. `reader`
         names the lease that keeps the version from being collected while it is read; None takes no lease.
 
-        Raises BadShard (MissingFile) for bytes that are absent or wrong, VersionGone if it was collected
-        meanwhile, StoreFull before any byte is read if the stage has no room, StoreError for other failures
-        of either storage. Concurrent readers never see an unverified file in a folder that has its
-        `ckptsync.json`.
+        Raises BadShard (MissingFile, NotAFile) for bytes that are absent or wrong, VersionGone if it was
+        collected meanwhile, StoreFull before any byte is read if the stage has no room, DeniedFile if the
+        store is readable and this version's file is not, StoreError for other failures of either storage.
+        Concurrent readers never see an unverified file in a folder that has its `ckptsync.json`.
         """
         slot = _Slot(self._private(manifest.channel_id), manifest)
         self._hold(slot)
@@ -137,6 +141,9 @@ class Stage:
                 raise MissingFile(
                     f"a file of {slot.manifest.id} is in its manifest and not on the store: {error}"
                 ) from error
+            except DeniedFile as error:
+                _check_denied(channel, slot.manifest, error)
+                raise
             slot.seal()
 
     @contextmanager
@@ -162,7 +169,7 @@ class Stage:
             return
         try:
             write()
-        except StoreError as error:
+        except CkptSyncError as error:  # also a bucket that is gone, or a name that is contended
             self._lease_failed = True
             log.warning("no lease can be written (%s): the publisher's retention does not know of this reader", error)
 
@@ -282,6 +289,19 @@ def _check_content(path: str, entry: FileEntry, track: Track) -> None:
         check_header(read_header(path, name=entry.name), entry, track)
     elif entry.name.endswith(".safetensors.index.json"):
         check_index(path, track, name=entry.name)
+
+
+def _check_denied(channel: Channel, manifest: Manifest, error: DeniedFile) -> None:
+    """Is it this file alone? NotAFile if the store lists it not, as only what it would open is listed.
+
+    StoreError if the whole store is denied, such as with credentials that ran out. A regular file that may
+    not be read stays DeniedFile: a `chmod` or a new policy mends it without a trace in the listing.
+    """
+    channel.check_still_there(manifest.id)
+    listed = {entry.path for entry in channel.store.list(manifest.folder)}
+    absent = sorted({f"{manifest.folder}/{name}" for name, _ in manifest.files()} - listed)
+    if absent:
+        raise NotAFile(f"{', '.join(absent[:3])}: not a file of the store: {error}") from error
 
 
 def _version_of(name: str) -> VersionId | None:

@@ -15,8 +15,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any
 
 from ckptsync.channel import Channel
 from ckptsync.engine import Engine, EngineStatus, StagedVersion
@@ -26,10 +24,11 @@ from ckptsync.store.base import Store
 from ckptsync.version import VersionId, parse_query
 
 from .discover import Backoff, Wake, local_folder, subscribe
-from .health import Health, Receipt, State, describe
-from .load import Attempt, Ground, Switch
-from .proof import Fingerprints, check_schema
+from .health import Health, Receipt, describe
+from .load import Attempt
+from .proof import check_schema
 from .refusals import Refusals
+from .serving import Serving
 from .stage import MissingFile, Progress, Stage
 
 log = logging.getLogger(__name__)
@@ -76,26 +75,21 @@ class Watcher:
         self.engine = engine
         self.stage = Stage(stage) if isinstance(stage, str) else stage
         self.reader = check_basename(reader or f"{socket.gethostname()}-{os.getpid()}", "reader")
-        self.health = Health()
         self._subscription = subscribe(follow)
         self._poll, self._patience, self._allow_cast, self._progress = poll, patience, allow_cast, progress
-        self._on_dead, self._on_receipt, self._on_change = on_dead, on_receipt, on_change
+        self._on_receipt = on_receipt
         self._wake = Wake(local_folder(self.channel.store.url) if events else None)
-        self._proof = Fingerprints()
-        self._switch = Switch(engine, self._proof, self._enter)
         self._refusals = Refusals(patience=patience)
         self._backoff = Backoff(base=poll)
-        self._restore_at, self._restore_backoff = 0.0, Backoff(base=poll)
-        self._current: StagedVersion | None = None
-        """The last good version: what the engine was proven to hold, kept in the stage to go back to."""
-        self._boot_id = ""
-        self._proven = False
-        """The engine holds `_current` now."""
-        self._clean = True
-        """The engine's weights are whole, whichever they are."""
-        self._owes_resume = False
-        self._reason = self.health.reason
+        self._serving = Serving(
+            engine, let_go=self.stage.release, retry=Backoff(base=poll), on_change=on_change, on_dead=on_dead
+        )
         self._receipt_failed = False
+
+    @property
+    def health(self) -> Health:
+        """What to tell a probe now; from any thread."""
+        return self._serving.health
 
     # -- the loop ----------------------------------------------------------------------------------------
 
@@ -120,7 +114,8 @@ class Watcher:
     def step(self) -> Receipt | None:
         """Look once, and bring the engine to the version that is due. None if nothing was attempted.
 
-        Never raises a CkptSyncError; `health.reason` and the receipt say what went wrong.
+        Never raises a CkptSyncError; `health.reason` and the receipt say what went wrong. An interrupt
+        (KeyboardInterrupt) is raised again after the way back, with `health` and the receipt already right.
         """
         return self._step()[0]
 
@@ -130,11 +125,11 @@ class Watcher:
         except _NOT_STAGED as error:
             if self._backoff.failures == 0:
                 log.warning("%s: %s; trying again", self.reader, error)
-            self._show(reason=str(error), reachable=not isinstance(error, EngineError))
+            self._serving.show(reason=str(error), reachable=not isinstance(error, EngineError))
             return None, self._backoff.failed()
         if self._backoff.failures:
             self._backoff.reset()
-            self._show()
+            self._serving.show()
         return receipt, self._poll
 
     def load_version(self, text: str) -> Receipt:
@@ -144,7 +139,7 @@ class Watcher:
         engine then serves its old version, unless `health` says otherwise.
         """
         manifest = self.channel.resolve(text)
-        self._notice_restart(self.engine.status())
+        self._look_at_engine()
         started = time.monotonic()
         version = self._stage_patiently(manifest)
         attempt, receipt = self._switch_to(version, self.engine.status(), time.monotonic() - started)
@@ -155,17 +150,22 @@ class Watcher:
     # -- one attempt -------------------------------------------------------------------------------------
 
     def _attempt_what_is_due(self) -> Receipt | None:
-        status = self.engine.status()
-        self._notice_restart(status)
-        self._pay_resume()
-        if self._current is not None and not self._proven and time.monotonic() >= self._restore_at:
-            return self._switch_to(self._current, status, stage_seconds=0.0)[1]
+        status = self._look_at_engine()
+        if (lost := self._serving.lost()) is not None:
+            return self._switch_to(lost, status, stage_seconds=0.0)[1]
         manifest = self._due()
         return self._bring(manifest, status.boot_id) if manifest is not None else None
 
+    def _look_at_engine(self) -> EngineStatus:
+        status, restarted = self._serving.look()
+        if restarted:
+            self._refusals.engine_restarted()
+        return status
+
     def _due(self) -> Manifest | None:
-        current = self._current.manifest.id if self._current is not None else None
-        return self._subscription.next(self.channel, current, lambda m: self._refusals.verdict(self.channel, m))
+        return self._subscription.next(
+            self.channel, self._serving.current_id, lambda m: self._refusals.verdict(self.channel, m)
+        )
 
     def _bring(self, manifest: Manifest, boot_id: str) -> Receipt | None:
         schema, started = self.engine.schema(), time.monotonic()
@@ -175,8 +175,8 @@ class Watcher:
             return self._refuse(manifest, error)
         status = self.engine.status()
         if status.boot_id != boot_id:
-            # Staging may take minutes: an engine that was restarted meanwhile is looked at anew, by the
-            # next step. lf._release(version)
+            # Staging may take minutes: an engine that was restarted meanwhile is looked at anew, next step.
+            self._serving.release(version)
             return None
         return self._switch_to(version, status, time.monotonic() - started)[1]
 
@@ -193,17 +193,21 @@ class Watcher:
         try:
             newer_version = self._stage(newer, schema)
         except _NOT_STAGED as error:
-            self._refusals.add(self.channel, newer, error)
+            self._refuse(newer, error)
             return version
-        self._release(version)
+        self._serving.release(version)
         return newer_version
 
     def _stage(self, manifest: Manifest, schema: Schema) -> StagedVersion:
         # The schema first: it needs no bytes.
         check_schema(manifest, schema, allow_cast=self._allow_cast, engine=self.engine.name)
-        self._enter("staging")
-        version = self.stage.stage(self.channel, manifest, self._progress, reader=self.reader)
-        self._enter("staged")
+        self._serving.enter("staging")
+        try:
+            version = self.stage.stage(self.channel, manifest, self._progress, reader=self.reader)
+        except BaseException:
+            self._serving.show()
+            raise
+        self._serving.enter("staged")
         return version
 
     def _stage_patiently(self, manifest: Manifest) -> StagedVersion:
@@ -218,13 +222,14 @@ class Watcher:
                 time.sleep(delay)
 
     def _switch_to(self, version: StagedVersion, status: EngineStatus, stage_seconds: float) -> tuple[Attempt, Receipt]:
-        last_good = None if version is self._current else self._current or self._found(status)
-        ground = Ground(status=status, last_good=last_good, clean=self._clean)
-        self._boot_id = status.boot_id
-        attempt = self._switch.to(version, ground)
-        self._settle(version, ground, attempt)
+        current = self._serving.current
+        last_good = None if version is current else current or self._found(status)
+        attempt = self._serving.change(version, status, last_good)
+        self._learn(version, attempt, again=version is current)
         receipt = self._receipt(version.manifest, attempt, stage_seconds)
         self._report(receipt)
+        if attempt.interrupt is not None:
+            raise attempt.interrupt
         return attempt, receipt
 
     def _found(self, status: EngineStatus) -> StagedVersion | None:
@@ -240,45 +245,19 @@ class Watcher:
 
     # -- what an attempt leaves behind -------------------------------------------------------------------
 
-    def _settle(self, version: StagedVersion, ground: Ground, attempt: Attempt) -> None:
-        was_clean = self._clean
-        self._keep_only(self._good_after(version, ground, attempt), version, ground.last_good)
-        self._clean = attempt.state != "dirty"
-        self._proven = attempt.state in {"serving", "failed"} or (attempt.state == "refused" and self._proven)
-        self._owes_resume = attempt.paused
-        self._reason = str(attempt.error) if attempt.error is not None else ""
+    def _learn(self, version: StagedVersion, attempt: Attempt, *, again: bool) -> None:
         if attempt.state == "serving":
             self._refusals.worked(version.manifest)
-        elif attempt.error is not None and version is not self._current:
+            if attempt.error is None:
+                self._serving.explain(self._refusals.why_not_newer(version.manifest.id))
+        elif attempt.error is not None and attempt.interrupt is None and not again:
             self._refusals.add(self.channel, version.manifest, attempt.error, died=attempt.died)
-        if self._clean:
-            self._restore_backoff.reset()
-        else:
-            self._restore_at = time.monotonic() + self._restore_backoff.failed()
-            log.critical("%s is left paused, its weights may be mixed: %s", self.engine.name, self._reason)
-        self._show()
-        if was_clean and not self._clean and self._on_dead is not None:
-            self._on_dead(self.health)
-
-    def _good_after(self, version: StagedVersion, ground: Ground, attempt: Attempt) -> StagedVersion | None:
-        if attempt.state == "serving":
-            return version
-        if attempt.state == "refused":
-            return self._current
-        return ground.last_good or self._current
-
-    def _keep_only(self, good: StagedVersion | None, *others: StagedVersion | None) -> None:
-        for unused in (self._current, *others):
-            if unused is not None and (good is None or unused.folder != good.folder):
-                self.stage.release(unused)
-        self._current = good
 
     def _refuse(self, manifest: Manifest, error: CkptSyncError) -> Receipt:
         """The engine was not touched."""
-        log.warning("%s: %s is not loaded: %s", self.reader, manifest.id, error)
-        self._refusals.add(self.channel, manifest, error)
-        self._reason = str(error)
-        self._show()
+        if self._refusals.add(self.channel, manifest, error):
+            log.warning("%s: %s is not loaded: %s", self.reader, manifest.id, error)
+        self._serving.explain(str(error))
         receipt = self._receipt(manifest, Attempt(state="refused", error=error), 0.0)
         self._report(receipt)
         return receipt
@@ -301,65 +280,13 @@ class Watcher:
         )
 
     def _report(self, receipt: Receipt) -> None:
+        """To the channel, if it can be written, and to whoever listens. Never in the way of a load."""
         try:
             self.channel.write_receipt(self.reader, receipt.as_dict())
             self._receipt_failed = False
-        except StoreError as error:
+        except CkptSyncError as error:  # also a bucket that is gone, or a name that is contended
             if not self._receipt_failed:
                 log.warning("%s: no receipt can be written: %s", self.reader, error)
             self._receipt_failed = True
         if self._on_receipt is not None:
             self._on_receipt(receipt)
-
-    # -- the engine --------------------------------------------------------------------------------------
-
-    def _notice_restart(self, status: EngineStatus) -> None:
-        """A restarted engine has lost what was loaded: it is not ready before it holds the current version
-        again."""
-        if not self._boot_id:
-            # Found paused: a watcher before us may have left it so, in the middle of a load.
-            self._boot_id, self._clean = status.boot_id, not status.paused
-        if status.boot_id != self._boot_id:
-            self._proof.forget()
-            self._refusals.engine_restarted()
-            self._boot_id, self._clean, self._owes_resume = status.boot_id, not status.paused, False
-            self._doubt(f"the engine was restarted and reports {status.label or 'no version'!r}")
-        elif self._proven and self._current is not None and status.label != self._current.label:
-            self._doubt(f"somebody else changed the engine to {status.label or 'no version'!r}")
-
-    def _doubt(self, reason: str) -> None:
-        if self._current is not None:
-            log.warning("%s: %s", self.engine.name, reason)
-            self._proven, self._reason, self._restore_at = False, reason, 0.0
-            self._show()
-
-    def _pay_resume(self) -> None:
-        if self._owes_resume:
-            self.engine.resume()
-            self._owes_resume, self._reason = False, ""
-            self._show()
-
-    def _release(self, version: StagedVersion) -> None:
-        if self._current is None or version.folder != self._current.folder:
-            self.stage.release(version)
-
-    # -- health ------------------------------------------------------------------------------------------
-
-    def _show(self, *, reason: str | None = None, reachable: bool = True) -> None:
-        """Storage that is away leaves a serving engine ready; an engine that does not answer is not."""
-        ready = self._proven and not self._owes_resume and reachable
-        state: State = "dirty" if not self._clean else "paused" if self._owes_resume else "idle"
-        label = self._current.label if self._current is not None and self._proven else ""
-        why = self._reason if reason is None else reason
-        self._become(ready=ready, version=label, state="serving" if ready else state, reason=why)
-
-    def _enter(self, state: State) -> None:
-        self._become(state=state)
-
-    def _become(self, **changes: Any) -> None:
-        health = replace(self.health, **changes)
-        if health == self.health:
-            return
-        self.health = replace(health, since=time.time()) if health.state != self.health.state else health
-        if self._on_change is not None:
-            self._on_change(self.health)

@@ -19,7 +19,7 @@ from . import direct
 from .base import Entry
 from .local_read import LocalReader, OpenFile
 from .local_write import LocalWriter
-from .paths import is_temporary, parts_of, temporary_name, writer_is_alive
+from .paths import Only, anything, is_temporary, parts_of, temporary_name, writer_is_alive
 from .retry import retrying, translated
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -85,16 +85,19 @@ class LocalStore:
         retrying(self._say("delete", path), lambda: self._unlink(parts), deadline=self.deadline)
         self._prune(parts[:-1])
 
-    def sweep(self, folder: str, grace: float) -> int:
+    def sweep(self, folder: str, grace: float, *, now: float | None = None, only: Only = anything) -> int:
         """Delete temporary files below `folder` that dead writers left; the number of them.
 
-        Dead is: untouched for `grace` seconds, and not of a process that runs on this host.
+        Dead is: untouched for `grace` seconds at `now` (the file system's time; this machine's by default), and
+        not of a process that runs on this host. `only` may spare paths.
         """
-        swept = 0
+        now, swept = time.time() if now is None else now, 0
         for path, status in self._walk(parts_of(folder) if folder else ()):
             name = path.rpartition("/")[2]
-            if is_temporary(name) and time.time() - status.st_mtime > grace and not writer_is_alive(name):
+            old = is_temporary(name) and now - status.st_mtime > grace
+            if old and only(path) and not writer_is_alive(name):
                 self._unlink(tuple(path.split("/")))
+                self._prune(tuple(path.split("/"))[:-1])
                 swept += 1
         return swept
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+from collections.abc import Callable
 
 from ..errors import InvalidName
+
+Only = Callable[[str], bool]
+"""Whether a path is among those meant."""
 
 _TEMPORARY = ".ckptsync-tmp."
 
@@ -19,6 +23,11 @@ def parts_of(path: str) -> tuple[str, ...]:
     if any(is_temporary(part) for part in parts):
         raise InvalidName(f"{path!r}: names that begin with {_TEMPORARY} are those of files in the making")
     return parts
+
+
+def anything(_: str) -> bool:
+    """The `Only` that spares nothing."""
+    return True
 
 
 def temporary_name() -> str:

@@ -89,6 +89,13 @@ class RemoteStore:
         with contextlib.suppress(NotFound):
             retrying(self._say("delete", path), lambda: fs.rm_file(where), deadline=self.deadline)
 
+    def close(self) -> None:
+        """Close this process's connections, which also happens when the store is collected. Use opens new ones."""
+        self._clients.pop(os.getpid(), None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_clients": {}}  # another process makes its own
+
     def _create(self, path: str, data: bytes) -> None:
         fs, where = self._locate(path)
         if self._protocol != "memory":
@@ -130,7 +137,7 @@ class RemoteReader:
     """See Reader. Each read is ranges of at most 32 MiB, retried on their own."""
 
     def __init__(self, store: RemoteStore, path: str) -> None:
-        self._fs, self._where = store._locate(path)
+        self._fs, self._where = store._locate(path)  # holds the connections open
         self._action = store._say("read", path)
         self._deadline = store.deadline
         info = retrying(self._action, lambda: self._fs.info(self._where), deadline=self._deadline)

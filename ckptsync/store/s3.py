@@ -2,13 +2,17 @@
 
 s3fs sends parts in waves (one slow part holds up all), copies each body twice, does not retry reading a body,
 and asks for an object's size before each read. Here parts flow, bodies go straight into the caller's buffer,
-and one request opens and reads a small file. Credentials, sessions and endpoints are s3fs's.
+and one request opens and reads a small file. Credentials, sessions and endpoints are s3fs's. Where obstore is
+installed, large reads and all writes go through it (s3_obstore.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
+import logging
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -18,9 +22,9 @@ import fsspec.asyn
 
 from ..digest import Bytes
 from ..errors import AlreadyExists, BadShard, InvalidInput, NotFound, StoreError, StoreUnavailable
-from . import direct
-from .base import Entry
-from .paths import parts_of
+from . import direct, s3_obstore
+from .base import Entry, Writer
+from .paths import Only, anything, parts_of
 from .pipeline import Pipeline
 from .remote import RemoteStore
 from .retry import retrying, translated
@@ -30,16 +34,20 @@ from .views import target
 _MIN_PART = 5 << 20  # S3 refuses smaller parts, except the last
 _FIRST_READ = 64 << 10
 _RANGE = 64 << 20
+_BULK = 1 << 20  # from this size on, a read is worth obstore
 _sync: Any = fsspec.asyn.sync  # it is not typed
+
+log = logging.getLogger("ckptsync.store")
 
 
 class S3Store(RemoteStore):
     """An S3 bucket and prefix as a store.
 
     `part_size` bytes are one part of an upload, of which `in_flight` are on the way at a time: a writer holds
-    at most `2 * in_flight + 1` parts in memory. Other options are s3fs's (key, secret, token, anon,
-    endpoint_url, profile, client_kwargs, config_kwargs, ...); without them, the usual AWS variables and files
-    count.
+    at most `2 * in_flight + 1` parts in memory. `obstore` moves bulk bytes through obstore, for less CPU: None
+    where it is installed and can be told these options, True or InvalidInput, False never. Other options are
+    s3fs's (key, secret, token, anon, endpoint_url, profile, client_kwargs, config_kwargs, ...); without them, the
+    usual AWS variables and files count.
     """
 
     def __init__(
@@ -49,13 +57,18 @@ class S3Store(RemoteStore):
         deadline: float = 30.0,
         part_size: int = 16 << 20,
         in_flight: int = 4,
+        obstore: bool | None = None,
         **options: Any,
     ) -> None:
         if part_size < _MIN_PART or in_flight < 1:
             raise InvalidInput(f"part_size must be at least {_MIN_PART} and in_flight at least 1")
+        if obstore and importlib.util.find_spec("obstore") is None:
+            raise InvalidInput("obstore is not installed: pip install obstore")
         super().__init__(url, deadline=deadline, **_bounded(options))
         self.part_size = part_size
         self.in_flight = in_flight
+        self.obstore = obstore
+        self._bulks: dict[int, s3_obstore.Bulk | None] = {}
         self.bucket, _, self._prefix = url.partition("://")[2].strip("/").partition("/")
         if not self.bucket:
             raise InvalidInput(f"{self.url} names no bucket")
@@ -78,26 +91,57 @@ class S3Store(RemoteStore):
         """See Store.open."""
         return S3Reader(self, path)
 
-    def write(self, path: str) -> S3Writer:
+    def write(self, path: str) -> Writer:
         """See Store.write. One put for what fits a part, else a multipart upload."""
-        return S3Writer(self, path)
+        parts_of(path)
+        bulk = self.bulk()
+        return S3Writer(self, path) if bulk is None else s3_obstore.ObstoreWriter(self, path, bulk)
 
     def delete(self, path: str) -> None:
         """See Store.delete."""
         self.call("delete", path, "delete_object", Key=self.key(path))
 
-    def sweep(self, folder: str, grace: float) -> int:
-        """Abort uploads below `folder` that were begun more than `grace` seconds ago; the number of them."""
+    def sweep(self, folder: str, grace: float, *, now: float | None = None, only: Only = anything) -> int:
+        """Abort uploads below `folder` that were begun more than `grace` seconds before `now`; the number of them.
+
+        `now` is the server's time; this machine's by default. `only` may spare paths.
+        """
         prefix = "".join(f"{part}/" for part in (self._prefix, *(parts_of(folder) if folder else ())) if part)
         page = self.call("sweep", folder, "list_multipart_uploads", Prefix=prefix)
+        before = (time.time() if now is None else now) - grace
+        root = f"{self._prefix}/" if self._prefix else ""
         old = [
             upload for upload in page.get("Uploads", [])
-            if upload["Key"].startswith(prefix) and time.time() - upload["Initiated"].timestamp() > grace
+            if upload["Key"].startswith(prefix) and upload["Initiated"].timestamp() < before
+            and only(upload["Key"].removeprefix(root))
         ]  # fmt: skip
         for upload in old:
             with contextlib.suppress(NotFound):
                 self.call("sweep", folder, "abort_multipart_upload", Key=upload["Key"], UploadId=upload["UploadId"])
         return len(old)
+
+    def abort_uploads(self, path: str) -> None:
+        """Abort every unfinished upload of this one file. Each request is tried once."""
+        key = self.key(path)
+        page = self._request("list_multipart_uploads", None, {"Prefix": key})
+        for upload in page.get("Uploads", []):
+            if upload["Key"] == key:
+                self._request("abort_multipart_upload", None, {"Key": key, "UploadId": upload["UploadId"]})
+
+    def bulk(self) -> s3_obstore.Bulk | None:
+        """obstore's clients of this process; None where s3fs moves bulk bytes too."""
+        pid = os.getpid()
+        if pid not in self._bulks:
+            self._bulks.setdefault(pid, None if self.obstore is False else self._connect_bulk())
+        return self._bulks[pid]
+
+    def close(self) -> None:
+        """See RemoteStore.close."""
+        self._bulks.pop(os.getpid(), None)
+        super().close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_bulks": {}}
 
     def key(self, path: str) -> str:
         return "/".join((self._prefix, *parts_of(path)) if self._prefix else parts_of(path))
@@ -128,6 +172,16 @@ class S3Store(RemoteStore):
         except NotFound:
             return None
         return size
+
+    def _connect_bulk(self) -> s3_obstore.Bulk | None:
+        fs, _ = self._client()
+        try:
+            return translated(self._say("open", ""), lambda: s3_obstore.connect(fs, self))
+        except (InvalidInput, StoreError, NotFound) as error:
+            if self.obstore and not s3_obstore.inherited():
+                raise
+            log.debug("%s: bulk stays with s3fs: %s", self.url, error)
+            return None
 
     def _connect(self) -> tuple[Any, str]:
         fs, root = super()._connect()
@@ -179,12 +233,9 @@ class S3Reader:
 
         def read() -> None:
             nonlocal done
-            fs, _ = self._store._client()
-            span = f"bytes={offset + done}-{offset + len(view) - 1}"
-            request = {"Bucket": self._store.bucket, "Key": self._key, "Range": span, "IfMatch": self._etag}
             received = [0]
             try:
-                _sync(fs.loop, _get, fs, request, view[done:], received)
+                self._get(offset + done, view[done:], received)
             finally:
                 done += received[0]
             if done < len(view):
@@ -194,6 +245,16 @@ class S3Reader:
             retrying(self._action, read, deadline=self._store.deadline)
         except AlreadyExists as error:  # 412: the ETag is another one now
             raise BadShard(f"{self._action}: it was replaced while it was read") from error
+
+    def _get(self, offset: int, into: memoryview, received: list[int]) -> None:
+        """One request. `received` counts the bytes also if it fails."""
+        if len(into) >= _BULK and (bulk := self._store.bulk()) is not None:
+            bulk.read(self._key, self._etag, offset, into, received)
+            return
+        fs, _ = self._store._client()
+        span = f"bytes={offset}-{offset + len(into) - 1}"
+        request = {"Bucket": self._store.bucket, "Key": self._key, "Range": span, "IfMatch": self._etag}
+        _sync(fs.loop, _get, fs, request, into, received)
 
 
 class S3Writer:

@@ -8,6 +8,7 @@ action, the kind and a code, never a header, a signed URL or a credential.
 from __future__ import annotations
 
 import errno
+import re
 from collections.abc import Iterator
 
 from .. import errors
@@ -81,8 +82,13 @@ CLASS: dict[str, _Kind] = {
     "aiohttp.client_exceptions.ClientError": _UNAVAILABLE,
     "azure.core.exceptions.ServiceRequestError": _UNAVAILABLE,
     "azure.core.exceptions.ServiceResponseError": _UNAVAILABLE,
+    "obstore.exceptions.GenericError": _UNAVAILABLE,
     "builtins.TimeoutError": _UNAVAILABLE,
 }
+
+
+_OBSTORE_STATUS = re.compile(r"Server returned non-2xx status code: (\d{3})")
+_OBSTORE_CODE = re.compile(r"<Code>(\w{1,99})</Code>")
 
 
 def translate(error: BaseException, action: str) -> CkptSyncError | None:
@@ -135,7 +141,8 @@ def _bare_errno(error: OSError) -> int:
     ):  # fmt: skip
         if isinstance(error, known):
             return number
-    return 0
+    # What obstore's file for writing makes of its GenericError.
+    return errno.ECONNRESET if str(error).startswith("Generic S3 error") else 0
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -148,7 +155,8 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _status(error: BaseException) -> int | None:
-    """botocore keeps it in `response`, azure in `status_code`, aiohttp in `status`, gcsfs in `code`."""
+    """botocore keeps it in `response`, azure in `status_code`, aiohttp in `status`, gcsfs in `code`, obstore in
+    its words."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):
         found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
@@ -157,13 +165,15 @@ def _status(error: BaseException) -> int | None:
         found = getattr(error, name, None)
         if isinstance(found, int) and 300 <= found < 600:
             return found
-    return None
+    said = _OBSTORE_STATUS.search(str(error))
+    return int(said[1]) if said else None
 
 
 def _code(error: BaseException) -> str:
     response = getattr(error, "response", None)
     if not isinstance(response, dict):
-        return ""
+        said = _OBSTORE_CODE.search(str(error))
+        return said[1] if said else ""
     code = str(response.get("Error", {}).get("Code", ""))
     return "" if code.isdigit() else code
 

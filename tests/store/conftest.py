@@ -10,7 +10,7 @@ import pytest
 
 from ckptsync.store import Store, open_store
 
-KINDS = ["disk", "shm", "memory", pytest.param("s3", marks=pytest.mark.s3)]
+KINDS = ["disk", "shm", "memory", *(pytest.param(kind, marks=pytest.mark.s3) for kind in ("s3", "s3-obstore"))]
 
 
 @pytest.fixture(params=KINDS)
@@ -27,6 +27,7 @@ def root(request: pytest.FixtureRequest, tmp_path) -> Iterator[Callable[[], Stor
             url = f"memory://{uuid.uuid4().hex}/root"
         else:
             url, options = request.getfixturevalue("s3_root")
+            options = {**options, "obstore": request.param == "s3-obstore"}
         yield lambda: open_store(url, options=options)
 
 

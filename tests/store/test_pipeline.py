@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 
+from ckptsync.store import LocalStore
 from ckptsync.store.direct import aligned
 from ckptsync.store.pipeline import Pipeline
 
@@ -60,3 +63,49 @@ def test_an_error_of_the_sink_comes_out_and_no_thread_is_left() -> None:
         pipeline.write(bytes(100))
     pipeline.cancel()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ckptsync-write")]
+
+
+@pytest.mark.parametrize("end", ["finish", "cancel"])
+def test_its_buffers_are_free_once_it_ends_and_not_only_when_it_is_collected(end: str) -> None:
+    buffers: list[weakref.ref[object]] = []
+
+    def allocate(size: int) -> memoryview:
+        buffer = aligned(size)
+        buffers.append(weakref.ref(buffer.obj))
+        return buffer
+
+    pipeline = Pipeline(lambda index, part: None, part_size=4, workers=2, allocate=allocate)
+    pipeline.write(bytes(101))
+    getattr(pipeline, end)()
+    assert buffers
+    assert [buffer() for buffer in buffers if buffer() is not None] == []
+    assert pipeline is not None
+
+
+def test_many_files_cost_no_more_memory_than_one_without_the_cyclic_collection(tmp_path) -> None:
+    """8 MiB of each 8 MiB file stayed, as a writer and its pipeline hold each other."""
+    store, data = LocalStore(str(tmp_path)), bytes(1 << 20)
+
+    def write(number: int) -> None:
+        writer = store.write(f"file{number}")
+        for _ in range(3):
+            writer.write(data)
+        writer.commit() if number % 2 else writer.abort()
+        store.delete(f"file{number}")
+
+    gc.collect()
+    gc.disable()
+    try:
+        write(0)
+        write(1)
+        before = resident()
+        for number in range(50):
+            write(number)
+        assert resident() - before < 20 << 20, "of 150 MiB"
+    finally:
+        gc.enable()
+
+
+def resident() -> int:
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmRSS"))

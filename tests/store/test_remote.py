@@ -4,6 +4,7 @@ server."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ import uuid
 from collections.abc import Iterator
 
 import fsspec
+import psutil
 import pytest
 
 from ckptsync.errors import (
@@ -34,6 +36,12 @@ from tests.servers.fixtures import S3Root
 
 pytestmark = pytest.mark.s3
 MIB = 1 << 20
+
+
+@pytest.fixture
+def s3_root(s3_root: S3Root) -> S3Root:
+    """The route of s3fs alone; that of obstore is in test_s3_obstore.py."""
+    return S3Root(s3_root.url, {**s3_root.options, "obstore": False})
 
 
 @pytest.fixture
@@ -420,6 +428,70 @@ def test_of_two_processes_that_create_one_name_one_wins(s3_root: S3Root) -> None
         process.join()
 
 
+# Connections
+
+
+def ports(server: seaweed.S3Server) -> set[int]:
+    """Our ends of this process's connections to the server."""
+    every = psutil.Process().net_connections("tcp")
+    return {c.laddr.port for c in every if c.raddr and c.raddr.port == server.ports["s3.port"]}
+
+
+@pytest.mark.parametrize("drop", ["collected", "closed"])
+def test_a_store_that_is_dropped_or_closed_keeps_no_connection(s3_root: S3Root, s3_server, drop: str) -> None:
+    before = ports(s3_server)
+    store = S3Store(s3_root.url, **s3_root.options)
+    put_bytes(store, "file", bytes(40 * MIB))
+    opened = ports(s3_server) - before
+    assert opened
+    if drop == "closed":
+        store.close()
+    else:
+        del store
+    gc.collect()
+    end = time.monotonic() + 20
+    while opened & ports(s3_server):
+        assert time.monotonic() < end, "its connections are still open"
+        time.sleep(0.05)
+
+
+def test_a_store_that_was_closed_can_be_used_again(store: S3Store) -> None:
+    put_bytes(store, "file", b"x")
+    reader = store.open("file")
+    store.close()
+    store.close()
+    reader.readinto(0, memoryview(bytearray(1)))
+    assert read_bytes(store, "file", 1) == b"x"
+
+
+@pytest.mark.parametrize("obstore", [False, True])
+@pytest.mark.parametrize("end", ["collected", "alive at the end"])
+def test_no_warning_comes_of_a_store_that_nobody_closed(s3_root: S3Root, end: str, obstore: bool) -> None:
+    code = """
+import gc, json, sys
+from ckptsync.store import open_store, put_bytes, read_bytes
+
+store = open_store(sys.argv[1], options=json.loads(sys.argv[2]))
+put_bytes(store, "file", bytes(40 << 20))
+assert len(read_bytes(store, "file", 40 << 20)) == 40 << 20
+left = store.open("file")
+broken = store.write("broken")
+broken.write(bytes(20 << 20))
+broken.abort()
+if sys.argv[3] == "collected":
+    del store, left, broken
+    gc.collect()
+"""
+    arguments = [s3_root.url, json.dumps({**s3_root.options, "obstore": obstore}), end]
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-X", "dev", "-c", code, *arguments],
+        check=False, timeout=120, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    # asyncio's debug mode, which -X dev turns on, also says what took longer than 0.1 s.
+    assert [line for line in done.stderr.splitlines() if not line.startswith("Executing <")] == []
+
+
 # A server that goes away
 
 
@@ -441,8 +513,10 @@ def back_after(seconds: float, server: seaweed.S3Server) -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_a_server_that_is_away_for_ten_seconds_is_survived(own_server: seaweed.S3Server, caplog) -> None:
-    store = open_store(f"s3://{own_server.bucket}/{uuid.uuid4().hex}", options=own_server.options)
+@pytest.mark.parametrize("obstore", [False, True])
+def test_a_server_that_is_away_for_ten_seconds_is_survived(own_server: seaweed.S3Server, caplog, obstore) -> None:
+    options = {**own_server.options, "obstore": obstore}
+    store = open_store(f"s3://{own_server.bucket}/{uuid.uuid4().hex}", options=options)
     data = os.urandom(MIB) * 40
     writer = store.write("data/shard.bin")
     writer.write(data[: 20 * MIB])
@@ -462,11 +536,12 @@ def test_a_server_that_is_away_for_ten_seconds_is_survived(own_server: seaweed.S
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("obstore", [False, True])
 def test_a_server_that_stays_away_is_a_transient_error_after_the_deadline(
-    own_server: seaweed.S3Server,
+    own_server: seaweed.S3Server, obstore: bool
 ) -> None:
     url = f"s3://{own_server.bucket}/root"
-    store = open_store(url, options={**own_server.options, "deadline": 2.0})
+    store = open_store(url, options={**own_server.options, "deadline": 2.0, "obstore": obstore})
     put_bytes(store, "file", b"x")
     own_server.kill()
     for call in (
@@ -477,7 +552,7 @@ def test_a_server_that_stays_away_is_a_transient_error_after_the_deadline(
         lambda: store.delete("file"),
     ):
         began = time.monotonic()
-        with pytest.raises(StoreUnavailable, match="gave up after"):
+        with pytest.raises(StoreUnavailable, match="no answer" if obstore else "gave up after"):
             call()
         assert time.monotonic() - began < 10
 
@@ -490,7 +565,8 @@ class Portable(RemoteStore):
 
 
 def test_the_portable_route_keeps_the_same_promises(s3_root: S3Root) -> None:
-    store, other = (Portable(s3_root.url, **s3_root.options) for _ in range(2))
+    options = {name: value for name, value in s3_root.options.items() if name != "obstore"}
+    store, other = (Portable(s3_root.url, **options) for _ in range(2))
     put_bytes(store, "data/first", b"x")
     assert names(other) == ["data/first"]
     data = os.urandom(MIB) * 40

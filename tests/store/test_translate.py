@@ -142,3 +142,23 @@ def test_retries_end_at_the_deadline_with_the_last_cause() -> None:
     with pytest.raises(StoreUnavailable, match=r"read x.*gave up after \d+ tries") as caught:
         retrying("read x", call, deadline=0.1)
     assert caught.value.__cause__.errno == errno.ESTALE
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ("Server returned non-2xx status code: 403 Forbidden: <Error><Code>ExpiredToken</Code></Error>", StoreDenied),
+        ("Server returned non-2xx status code: 412 Precondition Failed: <Error></Error>", AlreadyExists),
+        ("Server returned non-2xx status code: 400 Bad Request: <Error><Code>QuotaExceeded</Code></Error>", StoreFull),
+        ("Server returned non-2xx status code: 503 Service Unavailable: busy", StoreUnavailable),
+        ("HTTP error: error sending request", StoreUnavailable),
+    ],
+)
+def test_errors_of_obstore_are_known_by_their_words(words: str, kind: type[Exception]) -> None:
+    """Its classes differ between reading and writing, where all are OSError."""
+    exceptions = pytest.importorskip("obstore.exceptions")
+    message = f"Generic S3 error: Error performing PUT http://host/bucket/key in 2s - {words}"
+    for error in (exceptions.GenericError(message), OSError(message)):
+        ours = translate(error, "write x")
+        assert type(ours) is kind
+        assert "host" not in str(ours)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import os
@@ -159,8 +158,7 @@ def test_a_generator_may_reuse_its_buffer(root: str) -> None:
 
 
 def test_a_stream_holds_one_shard_and_a_module_nothing(root: str) -> None:
-    # What the store's writers hold until they are collected is the store's own matter.
-    store = HookedStore(open_store(root), after=lambda operation, _: operation == "commit" and gc.collect())
+    store = open_store(root)
 
     def peak(model: object) -> int:
         with open("/proc/self/clear_refs", "w") as reset:

@@ -33,6 +33,18 @@ def engine() -> FakeEngine:
 
 
 @pytest.fixture
+def folder(tmp_path: Any) -> str:
+    """The stage's folder."""
+    return str(tmp_path / "stage")
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a file of a few hundred bytes comes in many ranges."""
+    monkeypatch.setattr("watchers.fetch.CHUNK", 100)
+
+
+@pytest.fixture
 def watch(root: str, tmp_path: Any) -> Iterator[Callable[..., Watcher]]:
     """Make a watcher on the root, with a stage of its own unless told otherwise."""
     made: list[Watcher] = []

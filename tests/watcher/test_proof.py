@@ -30,6 +30,26 @@ def test_case_90_a_tensor_that_the_engine_needs_and_the_version_lacks_is_refused
         check_schema(publisher.write(specs=SPECS[:-1]), SCHEMA)
 
 
+def test_case_65_empty_tensors_in_place_of_real_ones_are_refused_with_their_count_and_first_names(
+    publisher: TestPublisher,
+) -> None:
+    """An ungathered ZeRO-3 state dict: every digest is right, and there is nothing in it."""
+    hollow = [TensorSpec(s.name, s.dtype, (0,)) if s.name.startswith("layers") else s for s in SPECS]
+    with pytest.raises(SchemaMismatch) as caught:
+        check_schema(publisher.write(specs=hollow), SCHEMA)
+    reason = "2 of another shape (layers.0.weight 0 but the engine has 8x8, layers.1.weight 0 but the engine has 8x8)"
+    assert reason in str(caught.value)
+
+
+def test_case_76_trained_modules_that_were_left_out_of_the_version_are_refused_by_name(
+    publisher: TestPublisher,
+) -> None:
+    """A classification head from PEFT's `modules_to_save`, trained beside the adapter and not exported."""
+    head = TensorSpec("score.weight", "F32", (2, 8))
+    with pytest.raises(SchemaMismatch, match=r"1 that the engine needs are not in the version \(score.weight\)"):
+        check_schema(publisher.write(), {**SCHEMA, head.name: head})
+
+
 def test_case_77_the_message_counts_and_shows_three_names_of_each_side(publisher: TestPublisher) -> None:
     engine = {
         f"language_model.{name}": TensorSpec(f"language_model.{name}", s.dtype, s.shape) for name, s in SCHEMA.items()

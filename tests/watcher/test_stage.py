@@ -2,46 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
 import stat
 import threading
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from ckptsync.channel import Channel
-from ckptsync.errors import BadShard, CkptSyncError, StoreDenied, StoreFull, VersionGone
-from ckptsync.layout import SELF_COPY, manifest_path
-from ckptsync.manifest import FileEntry, Manifest
+from ckptsync.errors import BadShard, CkptSyncError, StoreDenied, StoreFull
+from ckptsync.layout import SELF_COPY
 from ckptsync.store import LocalStore
-from ckptsync.store.base import put_bytes
 from tests.faults.store import Failing, HookedStore, Recorder, matching
 from watchers import fetch as fetching
 from watchers.stage import MissingFile, Stage
 
+from .actions import SHARD, flip, shard_of, zero_tail
 from .conftest import CountingStore, staged_folders
 from .publish import TestPublisher
 
-SHARD = "model-00002-of-00002.safetensors"
-
-
-@pytest.fixture
-def folder(tmp_path: Any) -> str:
-    return str(tmp_path / "stage")
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a file of a few hundred bytes comes in many ranges."""
-    monkeypatch.setattr(fetching, "CHUNK", 100)
-
-
-def path_of(root: str, manifest: Manifest, name: str = SHARD) -> str:
-    return os.path.join(root, manifest.folder, name)
+pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
 def test_a_staged_folder_holds_exactly_the_listed_files_and_the_manifest(
@@ -52,7 +35,7 @@ def test_a_staged_folder_holds_exactly_the_listed_files_and_the_manifest(
     assert sorted(os.listdir(version.folder)) == sorted([SELF_COPY, *(name for name, _ in manifest.files())])
     for name, entry in manifest.files():
         with (
-            open(path_of(root, manifest, name), "rb") as ours,
+            open(shard_of(root, manifest, name), "rb") as ours,
             open(f"{version.folder}/{name}", "rb") as theirs,
         ):
             assert ours.read() == theirs.read()
@@ -75,148 +58,11 @@ def test_progress_counts_every_byte_once_and_nothing_for_what_is_here(
     assert sum(seen) == manifest.nbytes
 
 
-def flip(path: str) -> None:
-    with open(path, "r+b") as file:
-        file.seek(-5, os.SEEK_END)
-        byte = file.read(1)[0]
-        file.seek(-5, os.SEEK_END)
-        file.write(bytes([byte ^ 1]))
-
-
-def zero_tail(path: str) -> None:
-    size = os.path.getsize(path)
-    os.truncate(path, size - 60)
-    os.truncate(path, size)
-
-
-def append(path: str) -> None:
-    with open(path, "ab") as file:
-        file.write(b"x")
-
-
-DAMAGES: dict[str, tuple[Callable[[str], None], str]] = {
-    "bit flip": (flip, "xxh3-128 is"),
-    "truncated": (lambda path: os.truncate(path, os.path.getsize(path) - 1), "bytes on the store"),
-    "emptied": (lambda path: os.truncate(path, 0), "0 bytes on the store"),
-    "tail zeroed at equal size": (zero_tail, "xxh3-128 is"),
-    "case 80: trailing byte": (append, "bytes on the store"),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_case_86_a_damaged_shard_is_never_staged_and_is_named(
-    root: str, publisher: TestPublisher, folder: str, damage: str
-) -> None:
-    manifest = publisher.publish()
-    harm, reason = DAMAGES[damage]
-    harm(path_of(root, manifest))
-    with pytest.raises(BadShard, match=f"{SHARD}.*{reason}"):
-        Stage(folder).stage(Channel.open(root), manifest)
-    (name,) = staged_folders(folder)
-    left = os.listdir(os.path.join(folder, manifest.channel_id, name))
-    assert SELF_COPY not in left
-    assert not [file for file in left if file.startswith(SHARD)]
-
-
-def test_case_78_a_missing_shard_is_named_while_the_manifest_is_there(
-    root: str, publisher: TestPublisher, folder: str
-) -> None:
-    manifest = publisher.publish()
-    os.unlink(path_of(root, manifest))
-    with pytest.raises(MissingFile, match=SHARD):
-        Stage(folder).stage(Channel.open(root), manifest)
-
-
-def test_case_29_a_version_that_was_collected_meanwhile_is_gone_not_corrupt(
-    root: str, publisher: TestPublisher, folder: str
-) -> None:
-    manifest = publisher.publish()
-    store = LocalStore(root)
-    store.delete(manifest_path(manifest.id))
-    store.delete(f"{manifest.folder}/{SHARD}")
-    with pytest.raises(VersionGone):
-        Stage(folder).stage(Channel.open(root), manifest)
-
-
-def test_case_85_a_shard_that_is_a_symbolic_link_is_refused(
-    root: str, publisher: TestPublisher, folder: str, tmp_path: Any
-) -> None:
-    manifest = publisher.publish()
-    shard = path_of(root, manifest)
-    os.rename(shard, tmp_path / "elsewhere")
-    os.symlink(tmp_path / "elsewhere", shard)
-    with pytest.raises(StoreDenied, match=SHARD):
-        Stage(folder).stage(Channel.open(root), manifest)
-
-
-def test_case_86_a_folder_in_place_of_a_shard_is_a_missing_file(
-    root: str, publisher: TestPublisher, folder: str
-) -> None:
-    manifest = publisher.publish()
-    os.unlink(path_of(root, manifest))
-    os.mkdir(path_of(root, manifest))
-    with pytest.raises(MissingFile, match=SHARD):
-        Stage(folder).stage(Channel.open(root), manifest)
-
-
-def test_case_81_stale_files_beside_the_shards_are_not_staged(root: str, publisher: TestPublisher, folder: str) -> None:
-    manifest = publisher.publish()
-    put_bytes(LocalStore(root), f"{manifest.folder}/model-00003-of-00002.safetensors", b"stale")
-    version = Stage(folder).stage(Channel.open(root), manifest)
-    assert "model-00003-of-00002.safetensors" not in os.listdir(version.folder)
-
-
-def test_case_81_leftovers_in_the_stage_are_removed(root: str, publisher: TestPublisher, folder: str) -> None:
-    manifest = publisher.publish()
-    version = Stage(folder).stage(Channel.open(root), manifest)
-    os.unlink(f"{version.folder}/{SELF_COPY}")
-    with open(f"{version.folder}/model-00009-of-00009.safetensors", "wb") as file:
-        file.write(b"stale")
-    again = Stage(folder).stage(Channel.open(root), manifest)
-    assert "model-00009-of-00009.safetensors" not in os.listdir(again.folder)
-
-
-def test_case_82_a_shard_with_another_shards_tensor_in_it_is_refused(
-    root: str, publisher: TestPublisher, folder: str
-) -> None:
-    """Digests agree, since the manifest was made over these very bytes; only the header tells."""
-    manifest = with_swapped_shards(publisher.publish())
-    first, second = sorted(name for name, _ in manifest.files() if name.endswith(".safetensors"))
-    os.rename(path_of(root, manifest, first), path_of(root, manifest, "aside"))
-    os.rename(path_of(root, manifest, second), path_of(root, manifest, first))
-    os.rename(path_of(root, manifest, "aside"), path_of(root, manifest, second))
-    with pytest.raises(BadShard, match="model-0000"):
-        Stage(folder).stage(Channel.open(root), manifest)
-
-
-def with_swapped_shards(manifest: Manifest) -> Manifest:
-    import msgspec
-
-    track = manifest.tracks["model"]
-    (a, b), others = (
-        [f for f in track.files if f.name.endswith(".safetensors")],
-        [f for f in track.files if not f.name.endswith(".safetensors")],
-    )
-    files = (
-        FileEntry(name=a.name, size=b.size, digest=b.digest),
-        FileEntry(name=b.name, size=a.size, digest=a.digest),
-        *others,
-    )
-    return msgspec.structs.replace(manifest, tracks={"model": msgspec.structs.replace(track, files=files)})
-
-
-def test_case_84_an_index_that_leads_outside_is_never_staged(root: str, publisher: TestPublisher, folder: str) -> None:
-    index = json.dumps({"weight_map": {"norm.weight": "../../secret"}}).encode()
-    manifest = publisher.publish(assets={"model.safetensors.index.json": index})
-    with pytest.raises(BadShard, match=r"model.safetensors.index.json: tensor 'norm.weight'"):
-        Stage(folder).stage(Channel.open(root), manifest)
-
-
 def test_files_that_are_here_already_are_not_read_again(
     root: str, publisher: TestPublisher, folder: str, counting_store: CountingStore
 ) -> None:
     manifest = publisher.publish()
-    shard = path_of(root, manifest)
+    shard = shard_of(root, manifest)
     os.rename(shard, shard + ".late")
     with pytest.raises(MissingFile):
         Stage(folder).stage(Channel.open(counting_store), manifest)
@@ -272,7 +118,7 @@ def test_without_a_journal_to_believe_local_files_are_digested_and_the_store_is_
         os.unlink(f"{base}/.{name}.journal")
     again = Stage(folder).stage(Channel.open(counting_store), manifest)
     assert counting_store.read == os.path.getsize(damaged)
-    with open(f"{again.folder}/{SHARD}", "rb") as ours, open(path_of(root, manifest), "rb") as theirs:
+    with open(f"{again.folder}/{SHARD}", "rb") as ours, open(shard_of(root, manifest), "rb") as theirs:
         assert ours.read() == theirs.read()
 
 
@@ -283,26 +129,21 @@ def test_a_file_that_was_changed_in_the_stage_is_not_believed(
     version = Stage(folder).stage(Channel.open(root), manifest)
     flip(f"{version.folder}/{SHARD}")
     Stage(folder).stage(Channel.open(counting_store), manifest)
-    assert counting_store.read == os.path.getsize(path_of(root, manifest))
+    assert counting_store.read == os.path.getsize(shard_of(root, manifest))
 
 
-def test_eight_watchers_on_one_host_read_the_store_once(
+def test_eight_engines_of_one_process_read_the_store_once(
     root: str, publisher: TestPublisher, folder: str, counting_store: CountingStore
 ) -> None:
-    manifest, done = publisher.publish(), []
-    gate = threading.Barrier(8)
+    manifest, gate = publisher.publish(), threading.Barrier(8)
 
-    def engine() -> None:
-        gate.wait()
-        done.append(Stage(folder).stage(Channel.open(counting_store), manifest))
+    def stage(_: int) -> str:
+        gate.wait(60)
+        return Stage(folder).stage(Channel.open(counting_store), manifest).folder
 
-    threads = [threading.Thread(target=engine) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(done) == 8
-    assert len({version.folder for version in done}) == 1
+    with ThreadPoolExecutor(8) as pool:
+        folders = list(pool.map(stage, range(8)))
+    assert len(set(folders)) == 1
     assert counting_store.read == manifest.nbytes
 
 
@@ -388,7 +229,7 @@ def test_a_store_that_cannot_be_written_is_read_without_a_lease(
 
 def test_no_thread_and_no_descriptor_is_left_after_a_failure(root: str, publisher: TestPublisher, folder: str) -> None:
     manifest = publisher.publish()
-    flip(path_of(root, manifest))
+    flip(shard_of(root, manifest))
     stage, channel = Stage(folder), Channel.open(root)
     with pytest.raises(BadShard):
         stage.stage(channel, manifest)
