@@ -18,6 +18,7 @@ from ckptsync.store import open_store
 from ckptsync.store.base import Store
 from watchers.engines.sglang import SglangEngine
 from watchers.engines.vllm import VllmEngine
+from watchers.health import Receipt
 from watchers.watcher import Watcher
 
 from .conftest import Server, Start, models, until
@@ -49,6 +50,7 @@ def watch(server: Server, tmp_path) -> Iterator[Callable[..., Watcher]]:
     yield make
     for watcher in watchers:
         watcher.close()
+        watcher.engine.close()
     with closing(adapter(server)) as engine:
         if engine.status().paused:
             engine.resume()
@@ -96,7 +98,8 @@ def test_over_s3_every_version_serves_the_tokens_of_a_fresh_server_forwards_and_
 def test_a_version_that_is_damaged_or_does_not_fit_never_reaches_the_server(server: Server, watch, tmp_path) -> None:
     root = str(tmp_path / "root")
     publisher, publish = publisher_of(root, tmp_path)
-    watcher = watch(root)
+    receipts: list[Receipt] = []
+    watcher = watch(root, on_receipt=receipts.append)
     publish(31)
     assert watcher.step().state == "serving"
     served = server.tokens()
@@ -110,7 +113,8 @@ def test_a_version_that_is_damaged_or_does_not_fit_never_reaches_the_server(serv
     assert pauses == []
     assert server.tokens() == served
     assert (watcher.health.ready, watcher.health.version) == (True, "e1-v1")
-    assert "down_proj" in watcher.health.reason or "e1-v3" in watcher.health.reason
+    refused = [receipt.error["kind"] for receipt in receipts if receipt.state == "refused" and receipt.error]
+    assert sorted(refused) == ["bad-shard", "schema-mismatch"]
 
     publish(34)
     assert watcher.step().label == "e1-v4"
