@@ -6,10 +6,13 @@ python -m benchmarks.imports [--runs 10]
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import subprocess
 import sys
 import time
+
+from benchmarks.common import load
 
 CORE = "import ckptsync.channel, watchers.watcher"
 
@@ -24,13 +27,23 @@ def seconds(code: str, runs: int) -> float:
     return statistics.median(times)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--runs", type=int, default=10)
-    runs = parser.parse_args().runs
+def run(runs: int) -> dict[str, float]:
+    """Seconds of an empty interpreter, and what the core's import adds to it."""
     seconds(CORE, 1)  # compiled, and in the page cache
     empty, core = seconds("pass", runs), seconds(CORE, runs)
-    print(f"core import: {core - empty:.3f} s over an empty interpreter's {empty:.3f} s (median of {runs})")
+    return {"empty": empty, "core": core - empty}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    found = run(options.runs)
+    if options.json:
+        json.dump({**found, "load": load()}, sys.stdout)
+    else:
+        print(f"core import: {found['core']:.3f} s over an empty interpreter's {found['empty']:.3f} s")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ from dataclasses import asdict
 
 from rich.console import Console
 
-from benchmarks.shards import Row, Shards, compare, table
+from benchmarks.common import Row, compare, load
+from benchmarks.shards import Shards, table
 from ckptsync.publish import Publisher
 
 
@@ -53,11 +54,10 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.root) as root:
         rows = run(root, options.gb, options.rounds)
-    load = f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     if options.json:
-        json.dump({"rows": [asdict(row) for row in rows], "load": load}, sys.stdout)
+        json.dump({"rows": [asdict(row) for row in rows], "load": load()}, sys.stdout)
     else:
-        Console().print(table(rows), load)
+        Console().print(table(rows), load())
 
 
 if __name__ == "__main__":

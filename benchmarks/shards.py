@@ -19,19 +19,17 @@ import argparse
 import json
 import mmap
 import os
-import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 
+from benchmarks.common import Row, compare, load
 from ckptsync.manifest import Track
 from ckptsync.shards.plan import plan_shards
 from ckptsync.shards.tensors import load_tensors, spec_of, tensor_bytes
@@ -41,16 +39,6 @@ from ckptsync.store.local import LocalStore
 CHUNK = 16 << 20
 THREADS = 4
 TENSORS = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    task: str
-    contender: str
-    gb_per_s: float
-    """Median over the rounds."""
-    ratio: float
-    cpu_s_per_gb: float
 
 
 class Shards:
@@ -126,34 +114,6 @@ class Shards:
         os.close(fd)
 
 
-def measured(work: Callable[[], None]) -> tuple[float, float]:
-    wall, cpu = time.perf_counter(), time.process_time()
-    work()
-    return time.perf_counter() - wall, time.process_time() - cpu
-
-
-def compare(
-    task: str, gb: float, rounds: int, contenders: dict[str, Callable[[], None]], before: Callable[[], None]
-) -> list[Row]:
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
-    for number in range(rounds):
-        names = list(contenders)
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            before()
-            times[name].append(measured(contenders[name]))
-    plain = [wall for wall, _ in times["plain O_DIRECT"]]
-    return [
-        Row(
-            task,
-            name,
-            round(gb / statistics.median(wall for wall, _ in runs), 3),
-            round(statistics.median(base / wall for base, (wall, _) in zip(plain, runs, strict=True)), 3),
-            round(statistics.median(cpu for _, cpu in runs) / gb, 3),
-        )
-        for name, runs in times.items()
-    ]
-
-
 def run(root: str, gb: float, rounds: int) -> list[Row]:
     shards = Shards(root, gb)
     writes = {
@@ -192,12 +152,10 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.root) as root:
         rows = run(root, options.gb, options.rounds)
-    # Ours needs some CPU and plain O_DIRECT almost none: on a busy machine the ratio measures that.
-    load = f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     if options.json:
-        json.dump({"rows": [asdict(row) for row in rows], "load": load}, sys.stdout)
+        json.dump({"rows": [asdict(row) for row in rows], "load": load()}, sys.stdout)
     else:
-        Console().print(table(rows), load)
+        Console().print(table(rows), load())
 
 
 if __name__ == "__main__":

@@ -1,23 +1,27 @@
 """Stage and verify against plain O_DIRECT reads of the same bytes, paired in one run.
 
-    python -m benchmarks.stage [--gb 2] [--stage /dev/shm] [--root FOLDER] [--pairs 5]
+    python -m benchmarks.stage [--gb 2] [--stage /dev/shm] [--root FOLDER] [--rounds 5] [--json]
 
-Each pair reads the published files once with four threads of 16 MiB O_DIRECT reads into one reused buffer
-each, and stages them once (reading, digesting, writing the stage). The order within a pair alternates.
-Reported: the median of the pairs' ratios plain / stage of wall time, and CPU seconds per GB.
+Each round reads the published files once with four threads of 16 MiB O_DIRECT reads into one reused buffer
+each, and stages them once (reading, digesting, writing the stage), in turning order.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import mmap
 import os
 import shutil
-import statistics
+import sys
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 
+from rich.console import Console
+
+from benchmarks.common import Row, compare, load
+from benchmarks.shards import table
 from ckptsync.manifest import Manifest, TensorSpec
 from tests.watcher.publish import TestPublisher
 from watchers.stage import Stage
@@ -49,55 +53,35 @@ def plain_reads(paths: list[str]) -> None:
         os.close(handle)
 
 
-def measured(work: object, *args: object) -> tuple[float, float]:
-    wall, cpu = time.perf_counter(), time.process_time()
-    work(*args)  # type: ignore[operator]
-    return time.perf_counter() - wall, time.process_time() - cpu
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--gb", type=float, default=2.0)
-    parser.add_argument("--stage", default="/dev/shm")
-    parser.add_argument("--root", default=None, help="where to publish; a folder on the disk to be read")
-    parser.add_argument("--pairs", type=int, default=5)
-    options = parser.parse_args()
-    root, stage = tempfile.mkdtemp(dir=options.root), tempfile.mkdtemp(dir=options.stage)
-    try:
-        compare(root, stage, options.gb, options.pairs)
-    finally:
-        shutil.rmtree(root)
-        shutil.rmtree(stage)
-
-
-def compare(root: str, stage: str, gb: float, pairs: int) -> None:
+def run(root: str, stage: str, gb: float, rounds: int) -> list[Row]:
     publisher, manifest = published(root, gb)
     paths = [os.path.join(root, manifest.folder, name) for name, _ in manifest.files()]
     shards = [path for path in paths if path.endswith(".safetensors")]
-    size = manifest.nbytes / 1e9
 
     def staged() -> None:
         cache = Stage(stage)
         cache.stage(publisher.channel, manifest)
         cache.close()
 
-    rows = []
-    for pair in range(pairs):
-        shutil.rmtree(os.path.join(stage, manifest.channel_id), ignore_errors=True)
-        works = [(plain_reads, shards), (staged,)] if pair % 2 == 0 else [(staged,), (plain_reads, shards)]
-        results = {work[0].__name__: measured(*work) for work in works}
-        rows.append((results["plain_reads"], results["staged"]))
-    for plain, ours in rows:
-        print(
-            f"plain {plain[0]:.3f} s {plain[1] / size:.3f} cpu-s/GB   "
-            f"stage {ours[0]:.3f} s {ours[1] / size:.3f} cpu-s/GB   ratio {plain[0] / ours[0]:.2f}"
-        )
-    ratio = statistics.median(plain[0] / ours[0] for plain, ours in rows)
-    cpu = [statistics.median(row[side][1] for row in rows) / size for side in (0, 1)]
-    print(
-        f"{size:.2f} GB: stage reaches {ratio:.2f} of plain O_DIRECT reads, "
-        f"at {cpu[1]:.2f} cpu-s/GB (plain: {cpu[0]:.2f}); load average {os.getloadavg()[0]:.1f}"
-    )
+    contenders = {"plain O_DIRECT": lambda: plain_reads(shards), "Stage.stage": staged}
+    empty = os.path.join(stage, manifest.channel_id)
+    return compare("stage", manifest.nbytes / 1e9, rounds, contenders, lambda: shutil.rmtree(empty, ignore_errors=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gb", type=float, default=2.0)
+    parser.add_argument("--stage", default="/dev/shm")
+    parser.add_argument("--root", default=None, help="where to publish; a folder on the disk to be read")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.root) as root, tempfile.TemporaryDirectory(dir=options.stage) as stage:
+        rows = run(root, stage, options.gb, options.rounds)
+    if options.json:
+        json.dump({"rows": [asdict(row) for row in rows], "load": load()}, sys.stdout)
+    else:
+        Console().print(table(rows), load())
 
 
 if __name__ == "__main__":

@@ -211,20 +211,18 @@ def s3(size: int, rounds: int) -> dict[str, dict[str, list[Run]]]:
             }
             gets: Candidates = {
                 "s3fs get_file": lambda: bare.get_file(where, back),
-                "ckptsync, s3fs": lambda: get_ours(store, back),
+                "ckptsync": lambda: get_ours(store, back),
             }
             starts = list(range(0, size, CHUNK))
             reads: Candidates = {
                 "s3fs cat_ranges": lambda: bare.cat_ranges(
                     [where] * len(starts), starts, [start + CHUNK for start in starts], batch_size=4
                 ),
-                "ckptsync, s3fs": lambda: read_parallel(store),
+                "ckptsync": lambda: read_parallel(store),
             }
             if importlib.util.find_spec("obstore"):
                 fast = S3Store(url, **server.options, obstore=True)
                 puts["ckptsync, obstore"] = lambda: put_ours(fast, path)
-                gets["ckptsync, obstore"] = lambda: get_ours(fast, back)
-                reads["ckptsync, obstore"] = lambda: read_parallel(fast)
                 _add_obstore(server, path, back, puts, gets, reads)
             return {
                 f"put {size / 1e6:.0f} MB to S3": compare(puts, rounds),

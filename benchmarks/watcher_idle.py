@@ -10,13 +10,16 @@ versions on a local folder. Latency: from the begin of the commit in another pro
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import statistics
+import sys
 import tempfile
 import threading
 import time
 from multiprocessing.connection import Connection
 
+from benchmarks.common import load
 from tests.faults.engines import FakeEngine
 from tests.watcher.publish import SCHEMA, TestPublisher
 from watchers.health import Health
@@ -79,28 +82,39 @@ def idle(root: str, stage: str, seconds: float) -> float:
     return share
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--versions", type=int, default=1000)
-    parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--publishes", type=int, default=20)
-    options = parser.parse_args()
+def run(versions: int, seconds: float, publishes: int) -> dict[str, float]:
+    """Share of a core while idle, and for `inotify` and `polling` the median and the longest seconds to find one."""
+    found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         root, ours, theirs = f"{folder}/root", *multiprocessing.Pipe()
         spawn = multiprocessing.get_context("spawn")
-        process = spawn.Process(target=publish, args=(root, options.versions, theirs))
+        process = spawn.Process(target=publish, args=(root, versions, theirs))
         process.start()
         ours.recv()
-        share = idle(root, f"{folder}/idle", options.seconds)
-        print(f"idle, poll of {POLL:.0f} s over {options.versions} versions: {share:.2%} of a core")
+        found["idle"] = idle(root, f"{folder}/idle", seconds)
         for name, events in (("inotify", True), ("polling", False)):
-            times = latencies(root, f"{folder}/{name}", ours, events=events, count=options.publishes)
-            print(
-                f"{name}: found {statistics.median(times) * 1e3:.0f} ms after the "
-                f"commit began (median of {len(times)}), {max(times) * 1e3:.0f} ms at worst"
-            )
+            times = latencies(root, f"{folder}/{name}", ours, events=events, count=publishes)
+            found[name], found[f"{name}_worst"] = statistics.median(times), max(times)
         ours.send(False)
         process.join()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--versions", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--publishes", type=int, default=20)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    found = run(options.versions, options.seconds, options.publishes)
+    if options.json:
+        json.dump({**found, "load": load()}, sys.stdout)
+        return
+    print(f"idle, poll of {POLL:.0f} s over {options.versions} versions: {found['idle']:.2%} of a core")
+    for name in ("inotify", "polling"):
+        worst = found[f"{name}_worst"]
+        print(f"{name}: found {found[name] * 1e3:.0f} ms after the commit began, {worst * 1e3:.0f} ms at worst")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import uuid
+from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -84,13 +85,17 @@ def _uncommitted(channel: Channel, epoch: Epoch, folders: Mapping[str, list[Entr
     if epoch.resumed_from is not None and epoch.resumed_from not in committed:
         log.warning("nothing is swept: %s, which this run resumed from, has no manifest any more", epoch.resumed_from)
         return {}
-    return {folder: files for folder, files in folders.items() if not _may_be_named(channel, folder, committed)}
+    attempts = Counter(_version_of(folder) for folder in folders)
+    return {
+        folder: files
+        for folder, files in folders.items()
+        if (version := _version_of(folder)) not in committed
+        or (attempts[version] > 1 and not _is_named(channel, folder, version))
+    }
 
 
-def _may_be_named(channel: Channel, folder: str, committed: set[VersionId]) -> bool:
-    version = _version_of(folder)
-    if version is None or version not in committed:
-        return False
+def _is_named(channel: Channel, folder: str, version: VersionId) -> bool:
+    """Asked only where a version has several folders: reading every manifest would make a start-up slow."""
     try:
         return channel.manifest(version).folder == folder
     except (Corrupt, NotFound, StoreDenied) as error:

@@ -1,9 +1,9 @@
 """S3 and its look-alikes, through s3fs's client but with our own transfers.
 
 s3fs sends parts in waves (one slow part holds up all), copies each body twice, does not retry reading a body,
-and asks for an object's size before each read. Here parts flow, bodies go straight into the caller's buffer,
-and one request opens and reads a small file. Credentials, sessions and endpoints are s3fs's. Where obstore is
-installed, large reads and all writes go through it (s3_obstore.py).
+and asks for an object's size before each read. Here parts flow, bodies go straight into the caller's buffer
+(s3_read.py), and one request opens and reads a small file. Credentials, sessions and endpoints are s3fs's. Where
+obstore is installed, all writes go through it (s3_obstore.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import fsspec.asyn
 
 from ..digest import Bytes
 from ..errors import AlreadyExists, BadShard, InvalidInput, NotFound, StoreError, StoreUnavailable
-from . import direct, s3_obstore
+from . import direct, s3_obstore, s3_read
 from .base import Entry, Writer
 from .paths import Only, anything, parts_of
 from .pipeline import Pipeline
@@ -34,7 +34,6 @@ from .views import target
 _MIN_PART = 5 << 20  # S3 refuses smaller parts, except the last
 _FIRST_READ = 64 << 10
 _RANGE = 64 << 20
-_BULK = 1 << 20  # from this size on, a read is worth obstore
 _sync: Any = fsspec.asyn.sync  # it is not typed
 
 log = logging.getLogger("ckptsync.store")
@@ -44,7 +43,7 @@ class S3Store(RemoteStore):
     """An S3 bucket and prefix as a store.
 
     `part_size` bytes are one part of an upload, of which `in_flight` are on the way at a time: a writer holds
-    at most `2 * in_flight + 1` parts in memory. `obstore` moves bulk bytes through obstore, for less CPU: None
+    at most `2 * in_flight + 1` parts in memory. `obstore` sends uploads through obstore, for less CPU: None
     where it is installed and can be told these options, True or InvalidInput, False never. Other options are
     s3fs's (key, secret, token, anon, endpoint_url, profile, client_kwargs, config_kwargs, ...); without them, the
     usual AWS variables and files count.
@@ -69,6 +68,7 @@ class S3Store(RemoteStore):
         self.in_flight = in_flight
         self.obstore = obstore
         self._bulks: dict[int, s3_obstore.Bulk | None] = {}
+        self._directs: dict[int, s3_read.Direct | None] = {}
         self.bucket, _, self._prefix = url.partition("://")[2].strip("/").partition("/")
         if not self.bucket:
             raise InvalidInput(f"{self.url} names no bucket")
@@ -129,19 +129,38 @@ class S3Store(RemoteStore):
                 self._request("abort_multipart_upload", None, {"Key": key, "UploadId": upload["UploadId"]})
 
     def bulk(self) -> s3_obstore.Bulk | None:
-        """obstore's clients of this process; None where s3fs moves bulk bytes too."""
+        """obstore's client of this process; None where uploads go through s3fs."""
         pid = os.getpid()
         if pid not in self._bulks:
             self._bulks.setdefault(pid, None if self.obstore is False else self._connect_bulk())
         return self._bulks[pid]
 
+    def direct(self) -> s3_read.Direct | None:
+        """This process's connections for reading; None where s3fs reads. Those of a parent process are kept."""
+        pid = os.getpid()
+        if pid not in self._directs:
+            try:
+                self._directs.setdefault(pid, self._connect_direct())
+            except InvalidInput as error:
+                self.read_by_s3fs(error)
+        return self._directs.get(pid)
+
+    def read_by_s3fs(self, why: InvalidInput) -> None:
+        """From now on, in this process."""
+        log.debug("%s: %s", self.url, why)
+        if (direct := self._directs.get(os.getpid())) is not None:
+            direct.close()
+        self._directs[os.getpid()] = None
+
     def close(self) -> None:
         """See RemoteStore.close."""
         self._bulks.pop(os.getpid(), None)
+        if (direct := self._directs.pop(os.getpid(), None)) is not None:
+            direct.close()
         super().close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_bulks": {}}
+        return {**super().__getstate__(), "_bulks": {}, "_directs": {}}
 
     def key(self, path: str) -> str:
         return "/".join((self._prefix, *parts_of(path)) if self._prefix else parts_of(path))
@@ -173,6 +192,10 @@ class S3Store(RemoteStore):
             return None
         return size
 
+    def _connect_direct(self) -> s3_read.Direct:
+        fs, _ = self._client()
+        return s3_read.Direct(fs, self.bucket)
+
     def _connect_bulk(self) -> s3_obstore.Bulk | None:
         fs, _ = self._client()
         try:
@@ -180,7 +203,7 @@ class S3Store(RemoteStore):
         except (InvalidInput, StoreError, NotFound) as error:
             if self.obstore and not s3_obstore.inherited():
                 raise
-            log.debug("%s: bulk stays with s3fs: %s", self.url, error)
+            log.debug("%s: uploads stay with s3fs: %s", self.url, error)
             return None
 
     def _connect(self) -> tuple[Any, str]:
@@ -197,6 +220,7 @@ class S3Reader:
         self._action = store._say("read", path)
         self._key = store.key(path)
         self._start, self._size, self._etag = retrying(self._action, self._open, deadline=store.deadline)
+        self._source = s3_read.Source(self._key, self._etag)
 
     @property
     def size(self) -> int:
@@ -248,9 +272,12 @@ class S3Reader:
 
     def _get(self, offset: int, into: memoryview, received: list[int]) -> None:
         """One request. `received` counts the bytes also if it fails."""
-        if len(into) >= _BULK and (bulk := self._store.bulk()) is not None:
-            bulk.read(self._key, self._etag, offset, into, received)
-            return
+        if (direct := self._store.direct()) is not None:
+            try:
+                direct.read(self._source, offset, into, received)
+                return
+            except InvalidInput as error:
+                self._store.read_by_s3fs(error)
         fs, _ = self._store._client()
         span = f"bytes={offset}-{offset + len(into) - 1}"
         request = {"Bucket": self._store.bucket, "Key": self._key, "Range": span, "IfMatch": self._etag}

@@ -1,8 +1,8 @@
-"""Bulk bytes of an S3Store through obstore (Rust), where it is installed and can be told the same as s3fs.
+"""Uploads of an S3Store through obstore (Rust), where it is installed and can be told the same as s3fs.
 
-It takes half to two thirds of s3fs's CPU. Everything else (list, create, delete, opening, small reads, aborting) stays
-with s3fs, and so does all bulk where credentials or settings come from what obstore does not know. What it cannot
-do is to read into a buffer of ours: each megabyte is copied once.
+It takes half to two thirds of s3fs's CPU. Everything else (list, create, delete, aborting) stays with s3fs, and so do
+uploads where credentials or settings come from what obstore does not know. Reads (s3_read.py) do without it: it
+cannot read into a buffer of ours.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from .views import flat
 if TYPE_CHECKING:
     from .s3 import S3Store
 
-_CHUNK = 1 << 20
 _PIECE = 4 << 20
 _SLOWEST = 256 << 10  # bytes per second at which a part of an upload may still go
 
@@ -54,24 +53,20 @@ def inherited() -> bool:
 
 
 class Bulk:
-    """obstore's clients for one bucket, of this process."""
+    """obstore's client for one bucket, of this process."""
 
     def __init__(self, settings: Mapping[str, Any], config: Mapping[str, Any], *, deadline: float, part: int) -> None:
         from obstore.store import S3Store as Client
 
         client: Any = Client
-        plain = settings["endpoint"].startswith("http://")
-        limits = {"allow_http": plain, "connect_timeout": _seconds(config["connect_timeout"])}
-        self._reading = client(
+        self._client = client(
             **settings,
-            # The limit of a whole request is off, in effect: a large range may take long. retry.py tries again.
-            client_options={**limits, "read_timeout": _seconds(config["read_timeout"]), "timeout": _seconds(86400)},
-            retry_config={"max_retries": 0, "retry_timeout": _seconds(0)},
-        )
-        self._writing = client(
-            **settings,
-            # Its limit on reads would count the time of sending as well.
-            client_options={**limits, "timeout": _seconds(config["read_timeout"] + part / _SLOWEST)},
+            client_options={
+                "allow_http": settings["endpoint"].startswith("http://"),
+                "connect_timeout": _seconds(config["connect_timeout"]),
+                # Its limit on reads would count the time of sending as well.
+                "timeout": _seconds(config["read_timeout"] + part / _SLOWEST),
+            },
             retry_config={
                 "max_retries": 10_000,
                 "retry_timeout": _seconds(deadline),
@@ -79,21 +74,11 @@ class Bulk:
             },
         )
 
-    def read(self, key: str, etag: str, offset: int, into: memoryview, received: list[int]) -> None:
-        """Fill `into` from `offset` of this very object; `received` counts the bytes also if it fails."""
-        import obstore
-
-        options: Any = {"range": (offset, offset + len(into)), "if_match": etag}
-        for chunk in obstore.get(self._reading, key, options=options).stream(min_chunk_size=_CHUNK):
-            data = memoryview(chunk)
-            into[received[0] : received[0] + len(data)] = data
-            received[0] += len(data)
-
     def open(self, key: str, *, part_size: int, in_flight: int) -> Any:
         """obstore's file for writing. Nothing is sent before one part is full or it is closed."""
         import obstore
 
-        return obstore.open_writer(self._writing, key, buffer_size=part_size, max_concurrency=in_flight)
+        return obstore.open_writer(self._client, key, buffer_size=part_size, max_concurrency=in_flight)
 
 
 class ObstoreWriter:
@@ -144,7 +129,7 @@ def _seconds(count: float) -> datetime.timedelta:
 
 
 def connect(fs: Any, store: S3Store) -> Bulk:
-    """Clients that do what `fs`, the s3fs of `store`, does. InvalidInput says why there can be none."""
+    """A client that does what `fs`, the s3fs of `store`, does. InvalidInput says why there can be none."""
     if inherited():
         raise InvalidInput("obstore does not work in a process forked from one that has it loaded")
     try:

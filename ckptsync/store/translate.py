@@ -84,6 +84,10 @@ CLASS: dict[str, _Kind] = {
     "azure.core.exceptions.ServiceResponseError": _UNAVAILABLE,
     "obstore.exceptions.GenericError": _UNAVAILABLE,
     "builtins.TimeoutError": _UNAVAILABLE,
+    # Their numbers are not the operating system's.
+    "http.client.HTTPException": _UNAVAILABLE,
+    "socket.gaierror": _UNAVAILABLE,
+    "ssl.SSLError": _UNAVAILABLE,
 }
 
 

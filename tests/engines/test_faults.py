@@ -66,7 +66,9 @@ def load(engine: Engine, version: StagedVersion = VERSION) -> Any:
 # Calls in order, and what they carry
 
 
-def test_case_88_97_vllm_is_reloaded_by_its_own_route_then_flushed_and_labelled_last(vllm: VllmEngine, fake_vllm: FakeVllm) -> None:
+def test_case_88_97_vllm_reloads_by_its_own_route_then_flushes_then_labels(
+    vllm: VllmEngine, fake_vllm: FakeVllm
+) -> None:
     assert load(vllm).label == LABEL
     assert [call for call in fake_vllm.seen if call.startswith("POST")] == [
         "POST /pause",
@@ -227,7 +229,9 @@ def test_sglang_refuses_only_if_no_worker_touched_anything(
         load(sglang)
 
 
-def test_case_100_102_sglang_that_could_not_flush_is_flushed_and_labelled_without_an_abort(sglang: SglangEngine, fake_sglang: FakeSglang) -> None:
+def test_case_100_102_sglang_that_did_not_flush_is_flushed_and_labelled_with_no_abort(
+    sglang: SglangEngine, fake_sglang: FakeSglang
+) -> None:
     message = "Weights were updated, but the cache was not flushed because requests are still running."
     fake_sglang.answers["POST /update_weights_from_disk"] = (400, {"success": False, "message": message})
     flushes: Iterator[tuple[int, str]] = iter([(400, "Flush cache failed.\n"), (200, "Cache flushed.\n")])
