@@ -14,7 +14,6 @@ import ssl
 import time
 import weakref
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
@@ -56,7 +55,8 @@ class Direct:
         self._bucket = bucket
         client = fs.connect()
         self._config = client.meta.config
-        self._session = _session(client)
+        session = _session(client)
+        self._tls = _tls(session) if client.meta.endpoint_url.startswith("https:") else None
         self._idle: list[http.client.HTTPConnection] = []
         # Also runs at exit, so that no socket is left to the garbage collection, which would warn.
         self._finalizer = weakref.finalize(self, _close_all, self._idle)
@@ -137,24 +137,6 @@ class Direct:
         if not self._finalizer.alive:
             _close_all(self._idle)
 
-    @cached_property
-    def _tls(self) -> ssl.SSLContext:
-        """As aiobotocore makes it for its own connections."""
-        from botocore import httpsession
-
-        tools: Any = httpsession  # it is not typed
-        context: ssl.SSLContext = tools.create_urllib3_context()
-        verify, cert, key = self._session._verify, self._session._cert_file, self._session._key_file
-        if verify:
-            context.check_hostname = True
-            context.load_verify_locations(tools.get_cert_path(verify))
-        else:
-            context.check_hostname = False
-            context.verify_mode = ssl.CERT_NONE
-        if cert:
-            context.load_cert_chain(cert, key)
-        return context
-
 
 def _session(client: Any) -> Any:
     """aiobotocore's HTTP session, which knows the certificates. InvalidInput where ours would not do the same."""
@@ -171,6 +153,23 @@ def _session(client: Any) -> Any:
     if set(client.meta.config.connector_args) - {"keepalive_timeout"}:
         raise InvalidInput("reads with connector_args stay with s3fs")
     return session
+
+
+def _tls(session: Any) -> ssl.SSLContext:
+    """As aiobotocore makes it for its own connections."""
+    from botocore import httpsession
+
+    tools: Any = httpsession  # it is not typed
+    context: ssl.SSLContext = tools.create_urllib3_context()
+    if session._verify:
+        context.check_hostname = True
+        context.load_verify_locations(tools.get_cert_path(session._verify))
+    else:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    if session._cert_file:
+        context.load_cert_chain(session._cert_file, session._key_file)
+    return context
 
 
 async def _presigned(fs: Any, bucket: str, key: str) -> str:

@@ -123,7 +123,7 @@ def _classify(error: BaseException) -> tuple[_Kind | None, str]:
 
 
 def _detail(error: BaseException) -> str:
-    number = getattr(error, "errno", None)
+    number = None if type(error).__module__ == "ssl" else getattr(error, "errno", None)
     return errno.errorcode.get(number, type(error).__name__) if number else type(error).__name__
 
 

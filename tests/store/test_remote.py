@@ -34,19 +34,27 @@ from ckptsync.store.s3 import S3Store
 from tests.servers import seaweed
 from tests.servers.fixtures import S3Root
 
+from .conftest import UNUSUAL
+
 pytestmark = pytest.mark.s3
 MIB = 1 << 20
 
 
 @pytest.fixture
 def s3_root(s3_root: S3Root) -> S3Root:
-    """The route of s3fs alone; that of obstore is in test_s3_obstore.py."""
+    """Uploads by s3fs; those by obstore are in test_s3_obstore.py, and reading without s3fs in test_s3_read.py."""
     return S3Root(s3_root.url, {**s3_root.options, "obstore": False})
 
 
 @pytest.fixture
 def store(s3_root: S3Root) -> S3Store:
     return S3Store(s3_root.url, **s3_root.options)
+
+
+@pytest.fixture
+def by_s3fs(s3_root: S3Root) -> S3Store:
+    """With settings that only s3fs knows, so that it reads too."""
+    return S3Store(s3_root.url, **s3_root.options, **UNUSUAL)
 
 
 def names(store: Store) -> list[str]:
@@ -247,13 +255,13 @@ def test_case_17_uploads_of_the_dead_are_swept_after_the_grace_time(store: S3Sto
 # Reading
 
 
-def test_a_body_that_breaks_off_is_gone_on_with(store: S3Store, monkeypatch) -> None:
+def test_a_body_that_breaks_off_is_gone_on_with(by_s3fs: S3Store, monkeypatch) -> None:
     from aiobotocore.response import AioStreamingBody
 
     data = os.urandom(MIB) * 24
-    put_bytes(store, "data/shard.bin", data)
-    reader = store.open("data/shard.bin")
-    wire = Interposed(store, monkeypatch)
+    put_bytes(by_s3fs, "data/shard.bin", data)
+    reader = by_s3fs.open("data/shard.bin")
+    wire = Interposed(by_s3fs, monkeypatch)
     real, reads = AioStreamingBody.read, []
 
     async def breaking(self, amt=None):
@@ -269,12 +277,12 @@ def test_a_body_that_breaks_off_is_gone_on_with(store: S3Store, monkeypatch) -> 
     assert wire.calls == ["get_object", "get_object"]
 
 
-def test_a_body_that_ends_early_is_gone_on_with(store: S3Store, monkeypatch) -> None:
+def test_a_body_that_ends_early_is_gone_on_with(by_s3fs: S3Store, monkeypatch) -> None:
     from aiobotocore.response import AioStreamingBody
 
     data = os.urandom(MIB) * 8
-    put_bytes(store, "data/shard.bin", data)
-    reader = store.open("data/shard.bin")
+    put_bytes(by_s3fs, "data/shard.bin", data)
+    reader = by_s3fs.open("data/shard.bin")
     real, reads = AioStreamingBody.read, []
 
     async def ending(self, amt=None):
@@ -287,10 +295,10 @@ def test_a_body_that_ends_early_is_gone_on_with(store: S3Store, monkeypatch) -> 
     assert back == data
 
 
-def test_a_file_that_is_replaced_while_it_is_read_is_a_bad_shard(store: S3Store) -> None:
-    put_bytes(store, "file", b"a" * MIB)
-    reader = store.open("file")
-    put_bytes(store, "file", b"b" * MIB)
+def test_a_file_that_is_replaced_while_it_is_read_is_a_bad_shard(by_s3fs: S3Store) -> None:
+    put_bytes(by_s3fs, "file", b"a" * MIB)
+    reader = by_s3fs.open("file")
+    put_bytes(by_s3fs, "file", b"b" * MIB)
     with pytest.raises(BadShard, match="replaced"):
         reader.readinto(0, memoryview(bytearray(MIB)))
 
@@ -382,20 +390,22 @@ import json, multiprocessing, sys
 from ckptsync.store import open_store, put_bytes, read_bytes
 
 store = open_store(sys.argv[1], options=json.loads(sys.argv[2]))
-put_bytes(store, "file", b"x")
+put_bytes(store, "file", bytes(1 << 20))
+assert len(read_bytes(store, "file", 1 << 20)) == 1 << 20
 
 def child(results):
     put_bytes(store, "child", b"y")
-    results.put(read_bytes(store, "file", 10))
+    results.put(len(read_bytes(store, "file", 1 << 20)))
 
 context = multiprocessing.get_context("fork")
 results = context.Queue()
 process = context.Process(target=child, args=(results,))
 process.start()
-assert results.get(timeout=20) == b"x"
+assert results.get(timeout=20) == 1 << 20
 process.join(20)
 assert process.exitcode == 0
 assert read_bytes(store, "child", 10) == b"y"
+assert len(read_bytes(store, "file", 1 << 20)) == 1 << 20
 """
     arguments = [s3_root.url, json.dumps(s3_root.options)]
     done = subprocess.run(
@@ -442,6 +452,7 @@ def test_a_store_that_is_dropped_or_closed_keeps_no_connection(s3_root: S3Root, 
     before = ports(s3_server)
     store = S3Store(s3_root.url, **s3_root.options)
     put_bytes(store, "file", bytes(40 * MIB))
+    read_bytes(store, "file", 40 * MIB)
     opened = ports(s3_server) - before
     assert opened
     if drop == "closed":
