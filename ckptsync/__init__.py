@@ -12,12 +12,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .base import publish_base
     from .channel import Channel
     from .config import PublisherConfig
     from .engine import Engine
     from .errors import CkptSyncError
     from .manifest import Manifest
     from .publish import Published, Publisher
+    from .resuming import ResumePoint, resume
     from .store import open_store
     from .version import VersionId
 
@@ -31,8 +33,11 @@ __all__ = [
     "Published",
     "Publisher",
     "PublisherConfig",
+    "ResumePoint",
     "VersionId",
     "open_store",
+    "publish_base",
+    "resume",
 ]
 
 _HOME = {
@@ -43,8 +48,11 @@ _HOME = {
     "Published": "publish",
     "Publisher": "publish",
     "PublisherConfig": "config",
+    "ResumePoint": "resuming",
     "VersionId": "version",
     "open_store": "store",
+    "publish_base": "base",
+    "resume": "resuming",
 }
 
 

@@ -58,7 +58,7 @@ def _wanted(name: str) -> bool:
 
 
 def _from_model(model: object, dtype: torch.dtype | None) -> dict[str, bytes]:
-    owner = model if hasattr(model, "config") else getattr(model, "module", None)
+    owner = _unwrapped(model)
     config, generation = getattr(owner, "config", None), getattr(owner, "generation_config", None)
     found = {}
     if (fields := _as_json(config)) is not None:
@@ -70,6 +70,13 @@ def _from_model(model: object, dtype: torch.dtype | None) -> dict[str, bytes]:
     if (fields := _as_json(generation)) is not None:
         found[GENERATION_CONFIG] = _dump(fields)
     return found
+
+
+def _unwrapped(model: object) -> object:
+    """The module whose class an engine knows. torch.compile and FSDP1 pass `config` on, but not the class."""
+    while type(model).__name__ in ("OptimizedModule", "FullyShardedDataParallel"):
+        model = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
+    return model if hasattr(model, "config") else getattr(model, "module", None)
 
 
 def _stored_dtype(owner: object, dtype: torch.dtype | None) -> torch.dtype | None:

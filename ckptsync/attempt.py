@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 from .digest import digest
 from .errors import CkptSyncError, InvalidInput
-from .manifest import FileEntry, TensorEntry, TensorSpec, data_folder
+from .manifest import MAIN_TRACK, FileEntry, TensorEntry, TensorSpec, data_folder
 from .shards.index import INDEX_NAME, index_bytes
 from .shards.plan import ShardPlan, plan_shards
 from .shards.tensors import spec_of, tensor_bytes
 from .shards.write import ShardWriter
-from .store.base import Store, put_bytes
+from .store.base import Store, Writer, put_bytes
 from .version import VersionId
 
 if TYPE_CHECKING:
@@ -54,7 +54,10 @@ class Stopwatch:
 
 
 class Attempt:
-    """Writes files into a data folder of its own. Only the manifest makes them a version."""
+    """Writes files into a data folder of its own. Only the manifest makes them a version.
+
+    Every rank that writes has one, of the same version and nonce, and touches only its own files.
+    """
 
     def __init__(
         self,
@@ -64,28 +67,60 @@ class Attempt:
         algorithm: str,
         watch: Stopwatch,
         progress: Callable[[int], None],
+        nonce: str = "",
     ) -> None:
         self.version = version
-        self.nonce = uuid.uuid4().hex
+        self.nonce = nonce or uuid.uuid4().hex
         self.may_exist = False
         """Whether a manifest may name these files by now: then they must not be deleted."""
 
-        self.files: list[FileEntry] = []
-        self.tensors: dict[str, TensorEntry] = {}
-        self._store, self._folder, self._algorithm = store, data_folder(version, self.nonce), algorithm
-        self._watch, self._progress = watch, progress
-        self._paths: list[str] = []
-        self._plans: list[ShardPlan] = []
+        self.paths: list[str] = []
+        """Every file that was begun, relative to the root."""
 
-    def put(self, name: str, data: bytes) -> None:
-        """One small file beside the shards, listed in the manifest."""
-        self.put_unlisted(name, data)
-        self.files.append(FileEntry(name=name, size=len(data), digest=digest(data, self._algorithm)))
+        self.algorithm, self.watch, self.progress = algorithm, watch, progress
+        self._store, self._folder = store, data_folder(version, self.nonce)
 
     def put_unlisted(self, name: str, data: bytes) -> None:
         """A file that the manifest cannot list: its own copy."""
-        with self._watch("write"):
-            put_bytes(self._store, self._path(name), data)
+        with self.watch("write"):
+            put_bytes(self._store, self.path(name), data)
+
+    def write(self, name: str) -> Writer:
+        """Start a file; `name` is relative to the data folder."""
+        return self._store.write(self.path(name))
+
+    def path(self, name: str) -> str:
+        """The path of a file that is about to be written, remembered for `discard`."""
+        path = f"{self._folder}/{name}"
+        self.paths.append(path)
+        return path
+
+    def discard(self) -> None:
+        """Delete this attempt's files, best effort; what stays is swept by a later epoch. Logs a failure.
+
+        Stops at the first failure, since a store that is down costs its full timeout for each file.
+        """
+        try:
+            for path in self.paths:
+                self._store.delete(path)
+        except CkptSyncError as error:
+            log.warning("%s was not cleaned up and is left to be swept: %s", self._folder, error)
+
+
+class TrackFiles:
+    """What one rank writes of one track, and what the manifest will say of it."""
+
+    def __init__(self, attempt: Attempt, track: str = MAIN_TRACK) -> None:
+        self.files: list[FileEntry] = []
+        self.tensors: dict[str, TensorEntry] = {}
+        self.plans: list[ShardPlan] = []
+        self._attempt = attempt
+        self._prefix = "" if track == MAIN_TRACK else f"{track}/"
+
+    def put(self, name: str, data: bytes) -> None:
+        """One small file beside the shards, listed in the manifest."""
+        self._attempt.put_unlisted(self._prefix + name, data)
+        self.files.append(FileEntry(name=name, size=len(data), digest=digest(data, self._attempt.algorithm)))
 
     def write_planned(self, tensors: Iterator[Named], plans: Sequence[ShardPlan]) -> None:
         """Stream `tensors` into the shards planned from their specs; holds one tensor at a time.
@@ -111,45 +146,29 @@ class Attempt:
             del tensor
         self._write_held(held, shard_bytes)
 
-    def write_index(self) -> None:
-        """`model.safetensors.index.json`, after the shards."""
-        self.put(INDEX_NAME, index_bytes(self._plans))
-
-    def discard(self) -> None:
-        """Delete this attempt's files, best effort; what stays is swept by a later epoch. Logs a failure.
-
-        Stops at the first failure, since a store that is down costs its full timeout for each file.
-        """
-        try:
-            for path in self._paths:
-                self._store.delete(path)
-        except CkptSyncError as error:
-            log.warning("%s was not cleaned up and is left to be swept: %s", self._folder, error)
+    def write_index(self, plans: Iterable[ShardPlan]) -> None:
+        """`model.safetensors.index.json` over every rank's shards, after them."""
+        self.put(INDEX_NAME, index_bytes(plans))
 
     # -- inside ----------------------------------------------------------------------------------------------
-
-    def _path(self, name: str) -> str:
-        path = f"{self._folder}/{name}"
-        self._paths.append(path)
-        return path
 
     def _write_held(self, held: dict[str, torch.Tensor], shard_bytes: int, *, first_only: bool = False) -> None:
         plans = plan_shards((spec_of(name, tensor) for name, tensor in held.items()), max_bytes=shard_bytes)
         for plan in plans[:1] if first_only else plans:
-            numbered = ShardPlan(f"model-{len(self._plans) + 1:05d}.safetensors", plan.tensors)
+            numbered = ShardPlan(f"model-{len(self.plans) + 1:05d}.safetensors", plan.tensors)
             self._write_shard(numbered, ((spec.name, held.pop(spec.name)) for spec in plan.tensors))
 
     def _write_shard(self, plan: ShardPlan, tensors: Iterator[Named]) -> None:
-        self._plans.append(plan)
-        writer = self._store.write(self._path(plan.file))
+        self.plans.append(plan)
+        writer, watch = self._attempt.write(self._prefix + plan.file), self._attempt.watch
         try:
-            shard = ShardWriter(writer, plan, algorithm=self._algorithm)
+            shard = ShardWriter(writer, plan, algorithm=self._attempt.algorithm)
             for name, tensor in _in_plan_order(plan.tensors, tensors):
-                with self._watch("write"):
+                with watch("write"):
                     shard.add(name, tensor_bytes(tensor))
-                self._progress(tensor.nbytes)
+                self._attempt.progress(tensor.nbytes)
                 del tensor
-            with self._watch("write"):
+            with watch("write"):
                 file, entries = shard.finish()
         except BaseException:
             writer.abort()

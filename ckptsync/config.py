@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from . import digest
 from .errors import InvalidInput, UnsupportedFormat
+from .remap import Remap, check_tracks, rules_of
 from .version import VersionId
 
 if TYPE_CHECKING:
     import torch
 
+Writers = Literal["rank0", "node", "all"]
 Ties = Literal["omit", "duplicate"]
+Pending = Literal["wait", "skip", "error"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +41,43 @@ class PublisherConfig:
     """`omit`: tied weights are stored once and the manifest names the alias, as transformers does.
     `duplicate`: stored under both names, for engines that want each."""
 
+    remap: Remap = ()
+    """Names in the model -> names in the version: ordered rules with at most one `*` on each side, the first
+    that matches decides, None drops the tensor. A rule that matches nothing is refused."""
+
+    remove: Sequence[str] = ()
+    """Names to leave out, each with at most one `*`. Go before `remap`."""
+
+    param_prefix: str = ""
+    """Put in front of every name, after `remap`."""
+
+    track_prefix: Mapping[str, str] = field(default_factory=dict)
+    """Track -> prefix: splits one model into tracks by the names so far; the prefix is taken off."""
+
+    transform: Callable[[str, torch.Tensor], Iterable[tuple[str, torch.Tensor]]] | None = None
+    """Makes of a whole tensor (CPU, dtype on the wire) what an engine wants, before `remap`: one expert after
+    another of a stack, say. Called first with tensors on the meta device, to plan the files; where that fails,
+    rank 0 writes the version as a stream. Ties are written twice."""
+
+    expect: str | Iterable[str] | None = None
+    """The names that the version must have, no more and no fewer: a Hugging Face folder, an index file, or names
+    (of the track `model`, where there are several)."""
+
+    writers: Writers = "rank0"
+    """Who writes: `rank0`, one rank of each `node`, or `all`, in byte-balanced shares of whole layers. Every
+    writer must reach the root. Iterators and WeightSources are written by rank 0 whatever this says."""
+
+    pending: Pending = "wait"
+    """What a background publish does while the one before is not complete: `wait` for it, `skip` itself, or raise
+    `error` Busy."""
+
+    exit_seconds: float = 20.0
+    """How long interpreter exit and SIGTERM wait for a pending background version before they drop it."""
+
+    require_change: bool = False
+    """Refuse (Unchanged) a version whose weights equal the one's before though the step moved. By default it is
+    published and reported."""
+
     digest: str = digest.DEFAULT
     """Digest algorithm: `xxh3-128`, or `blake3` where manifests are signed."""
 
@@ -51,6 +92,13 @@ class PublisherConfig:
         self._check_positive("shard_bytes", self.shard_bytes)
         self._check_positive("bucket_bytes", self.bucket_bytes)
         self._check_positive("timeout", self.timeout)
+        self._check_positive("exit_seconds", self.exit_seconds)
+        self._check_one_of("writers", self.writers, ("rank0", "node", "all"))
+        self._check_one_of("pending", self.pending, ("wait", "skip", "error"))
+        rules_of(self.remove, self.remap)
+        check_tracks(self.track_prefix)
+        if not isinstance(self.param_prefix, str):
+            raise InvalidInput(f"param_prefix={self.param_prefix!r}: must be a string")
         if self.ties not in ("omit", "duplicate"):
             raise InvalidInput(f"ties={self.ties!r}: use 'omit' or 'duplicate'")
         if self.dtype is not None and not getattr(self.dtype, "is_floating_point", False):
@@ -59,6 +107,10 @@ class PublisherConfig:
             digest.hasher(self.digest)
         except UnsupportedFormat as error:
             raise InvalidInput(f"digest={self.digest!r}: {error}") from None
+
+    def _check_one_of(self, name: str, value: str, allowed: tuple[str, ...]) -> None:
+        if value not in allowed:
+            raise InvalidInput(f"{name}={value!r}: use one of {', '.join(map(repr, allowed))}")
 
     def _check_positive(self, field: str, value: float) -> None:
         if isinstance(value, bool) or not value > 0:

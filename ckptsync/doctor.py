@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from .channel import Channel
-from .errors import ChannelEmpty, CkptSyncError, Corrupt, StoreDenied
-from .layout import DATA
+from .errors import ChannelEmpty, CkptSyncError, Corrupt, NotFound, StoreDenied
+from .layout import ADAPTER_CONFIG, DATA
 from .store.base import Store, put_bytes, read_bytes
 from .store.probe import enforces_create
 from .version import parse_stem
@@ -36,6 +36,7 @@ def examine(channel: Channel, stage: str) -> Iterator[Check]:
         lambda: _writing(store),
         lambda: _exclusive(store),
         lambda: _versions(channel),
+        lambda: _adapters(channel),
         lambda: _debris(channel),
         lambda: _stage(channel, stage),
     ]
@@ -127,6 +128,32 @@ def _versions(channel: Channel) -> Iterator[Check]:
             "ok",
             f"{len(committed)} complete, newest live {live[-1] if live else 'none'}, {left} dead",
         )
+
+
+class _AdapterConfig(msgspec.Struct):
+    r: int
+    target_modules: list[str]
+
+
+def _adapters(channel: Channel) -> Iterator[Check]:
+    """What engines must be started with to follow LoRA adapters; silent for a channel of full versions."""
+    newest = channel.poll()
+    if newest is None or (manifest := channel.manifest(newest)).kind != "adapter":
+        return
+    try:
+        data = read_bytes(channel.store, f"{manifest.folder}/{ADAPTER_CONFIG}", 1 << 20)
+        config = msgspec.json.decode(data, type=_AdapterConfig)
+    except (NotFound, msgspec.DecodeError) as error:
+        yield Check("adapters", "bad", f"{newest}: {ADAPTER_CONFIG}: {error}", "publish it again")
+        return
+    yield Check(
+        "adapters",
+        "ok",
+        f"{newest} is a LoRA adapter of rank {config.r} on {', '.join(config.target_modules)}",
+        f"start engines with --enable-lora, --max-lora-rank >= {config.r} and --max-loras (SGLang: "
+        "--max-loaded-loras) >= the watcher's staleness + 2, 3 by default: with less an adapter in use is dropped "
+        "without a word",
+    )
 
 
 def _debris(channel: Channel) -> Iterator[Check]:

@@ -4,7 +4,9 @@ CkptSyncError
 ├── InvalidInput (ValueError)        fix the call or the configuration, then call again
 │   ├── InvalidName                  a file, tensor or version name that may not be used
 │   ├── DuplicateName                two tensors or files claim one name
-│   └── UnsupportedTensor            a dtype, layout or device that cannot be published
+│   ├── UnsupportedTensor            a dtype, layout or device that cannot be published
+│   ├── Unchanged                    the weights are those of the version before, and were to change
+│   └── Busy                         a background publish is pending still
 ├── NotFound (LookupError)           the thing asked for is not there
 │   ├── VersionNotFound              no complete version of that identity
 │   ├── VersionGone                  it was there, and was collected in the meantime
@@ -40,10 +42,10 @@ from __future__ import annotations
 import re
 
 __all__ = [
-    "AlreadyExists", "BadManifest", "BadShard", "ChannelEmpty", "CkptSyncError", "Conflict", "Corrupt",
+    "AlreadyExists", "BadManifest", "BadShard", "Busy", "ChannelEmpty", "CkptSyncError", "Conflict", "Corrupt",
     "DuplicateName", "EngineDirty", "EngineError", "EngineRefused", "EngineUnavailable", "Fenced",
     "InvalidInput", "InvalidName", "NotFound", "ProofFailed", "RankError", "RankFailed", "RankTimeout",
-    "RanksDisagree", "SchemaMismatch", "StoreDenied", "StoreError", "StoreFull", "StoreUnavailable",
+    "RanksDisagree", "SchemaMismatch", "StoreDenied", "StoreError", "StoreFull", "StoreUnavailable", "Unchanged",
     "UnsupportedFormat", "UnsupportedTensor", "VersionExists", "VersionGone", "VersionNotFound",
 ]  # fmt: skip
 
@@ -71,6 +73,14 @@ class DuplicateName(InvalidInput):
 
 class UnsupportedTensor(InvalidInput):
     """A tensor that the safetensors format or this exporter cannot carry."""
+
+
+class Unchanged(InvalidInput):
+    """`require_change`: the weights equal the previous version's, though they were to change. Nothing was published."""
+
+
+class Busy(InvalidInput):
+    """A background publish is pending still, so this one was refused or skipped. Nothing was written."""
 
 
 class NotFound(CkptSyncError, LookupError):

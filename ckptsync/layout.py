@@ -15,6 +15,13 @@ DATA = "data"
 SELF_COPY = "ckptsync.json"
 """A copy of the manifest inside the data folder: the folder explains itself when copied away."""
 
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+"""What an adapter version's folder holds: a PEFT directory."""
+
+TRAINER = "trainer"
+"""Folder of the trainer state inside a version's data folder."""
+
 _CLAIM = re.compile(r"e(\d{4,9})\.json", re.ASCII)
 
 

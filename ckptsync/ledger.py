@@ -9,7 +9,7 @@ from collections.abc import Callable
 from .attempt import Attempt, Stopwatch
 from .channel import Channel
 from .epochs import check_fence
-from .errors import CkptSyncError, Fenced, InvalidInput, StoreError, StoreUnavailable, VersionExists
+from .errors import CkptSyncError, Fenced, InvalidInput, StoreError, StoreUnavailable, Unchanged, VersionExists
 from .layout import SELF_COPY
 from .manifest import Manifest, seal
 from .store.base import Store
@@ -34,12 +34,18 @@ class Ledger:
         if self._unsure:
             self._look()
         version = VersionId(self.epoch.number, self._next if number is None else number)
-        if version.number < self._next and version not in self.channel.committed():
+        base = version.number == 0 and self._last is None and not self.channel.committed()
+        if version.number < self._next and not base and version not in self.channel.committed():
             raise InvalidInput(f"number={number}: numbers only grow, and the next one is {self._next}")
         return Attempt(self.channel.store, version, algorithm=algorithm, watch=watch, progress=progress)
 
-    def commit(self, attempt: Attempt, manifest: Manifest) -> tuple[Manifest, bool]:
-        """The version's manifest, and whether its content differs from the version's before."""
+    def commit(self, attempt: Attempt, manifest: Manifest, *, require_change: bool = False) -> tuple[Manifest, bool]:
+        """The version's manifest, and whether its content differs from the version's before.
+
+        Unchanged, before anything is committed, if `require_change` and it does not, though the step moved.
+        """
+        if require_change:
+            self._check_changed(manifest)
         sealed, data = seal(manifest)
         attempt.put_unlisted(SELF_COPY, data)
         attempt.may_exist = self._unsure = True
@@ -54,6 +60,16 @@ class Ledger:
         return found, self._advance(found)
 
     # -- inside ----------------------------------------------------------------------------------------------
+
+    def _check_changed(self, new: Manifest) -> None:
+        last = self._last
+        if last is None or new.number < self._next or new.content_digest != last.content_digest:
+            return
+        if new.step is None or new.step != last.step:
+            raise Unchanged(
+                f"step {new.step} has exactly the weights of {last.id} (step {last.step}): nothing was published. "
+                "Are the published tensors the ones that the optimizer updates?"
+            )
 
     def _advance(self, found: Manifest) -> bool:
         if found.number < self._next:

@@ -106,6 +106,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     content_digest: str
     tracks: dict[str, Track]
+    trainer_state: tuple[FileEntry, ...] = ()
+    """Files below `trainer/` in the data folder: optimizer and the like, for trainers only. Not part of
+    `content_digest`, `nbytes` and `files`, since no engine needs them."""
+
     manifest_digest: str = ""
 
     @property
@@ -244,6 +248,7 @@ def _validate(manifest: Manifest, expect: VersionId | None) -> None:
         for name, track in manifest.tracks.items():
             check_basename(name, "track")
             _validate_track(track)
+        _validate_track(Track(files=manifest.trainer_state, tensors=()))
     except InvalidName as error:
         raise BadManifest(str(error)) from error
     if combined_content(manifest.tracks) != manifest.content_digest and manifest.kind != "delta":

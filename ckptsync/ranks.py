@@ -64,8 +64,13 @@ class Ranks:
             self._talk, self._work = Lane("ckptsync-talk"), Lane("ckptsync-work")
 
     @property
+    def group(self) -> dist.ProcessGroup:
+        """The gloo group, for messages inside `run`. Only where there is more than one rank."""
+        return self._group
+
+    @property
     def is_writer(self) -> bool:
-        """Whether this rank looks at the store and writes. One does: a file system is never a barrier."""
+        """Whether this rank decides, and commits. One does: a file system is never a barrier."""
         return self.rank == 0
 
     def broadcast(self, value: T) -> T:

@@ -9,7 +9,7 @@ import msgspec
 from .channel import Channel
 from .digest import hasher
 from .errors import BadShard, CkptSyncError, Corrupt, NotFound, StoreError
-from .layout import SELF_COPY
+from .layout import SELF_COPY, TRAINER
 from .manifest import MAIN_TRACK, FileEntry, Manifest, Track
 from .shards.read import check_header, read_header
 from .store.base import Reader, Store
@@ -54,10 +54,12 @@ def verify_version(channel: Channel, version: VersionId, progress: Callable[[int
     return Report(version=version, nbytes=manifest.nbytes, problems=tuple(problems), notes=tuple(notes))
 
 
-def _files(manifest: Manifest) -> Iterator[tuple[str, FileEntry, Track]]:
+def _files(manifest: Manifest) -> Iterator[tuple[str, FileEntry, Track | None]]:
     for name, track in manifest.tracks.items():
         for file in track.files:
             yield (file.name if name == MAIN_TRACK else f"{name}/{file.name}"), file, track
+    for file in manifest.trainer_state:
+        yield f"{TRAINER}/{file.name}", file, None
 
 
 def _check_file(
@@ -65,7 +67,7 @@ def _check_file(
     manifest: Manifest,
     name: str,
     file: FileEntry,
-    track: Track,
+    track: Track | None,
     progress: Callable[[int], None],
 ) -> Iterator[Problem]:
     try:
@@ -80,7 +82,7 @@ def _check_file(
         return
     try:
         check_bytes(reader, file, manifest.digest, progress)
-        if name.endswith(".safetensors"):
+        if track is not None and name.endswith(".safetensors"):
             check_header(read_header(reader), file, track)
     except CkptSyncError as error:
         if isinstance(error, StoreError):
@@ -107,5 +109,5 @@ def check_bytes(reader: Reader, file: FileEntry, algorithm: str, progress: Calla
 
 
 def _extra(store: Store, manifest: Manifest) -> list[str]:
-    listed = {f"{manifest.folder}/{name}" for name, _ in manifest.files()} | {f"{manifest.folder}/{SELF_COPY}"}
+    listed = {f"{manifest.folder}/{name}" for name, _, _ in _files(manifest)} | {f"{manifest.folder}/{SELF_COPY}"}
     return sorted(e.path.rpartition("/")[2] for e in store.list(manifest.folder) if e.path not in listed)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .source import WeightSource, open_source
+from .source import WeightSource, open_source, open_tracks
 
-__all__ = ["WeightSource", "open_source"]
+__all__ = ["WeightSource", "open_source", "open_tracks"]

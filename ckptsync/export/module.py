@@ -11,14 +11,16 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import UnsupportedTensor
 from .checks import check_items
+from .fsdp1 import fsdp1_state, fsdp1_units
 from .names import clean_names, layer_order
+from .pieces import Piece, Weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateTensors:
     """Clean name -> tensor in walk order, and the wrapper parts that were taken off names."""
 
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, Weight]
     removed: tuple[str, ...]
 
 
@@ -28,13 +30,20 @@ def module_tensors(module: nn.Module) -> StateTensors:
     `state_dict` is asked for rather than `named_parameters`: FSDP2 goes back to its sharded parameters there,
     also after a forward that left the root gathered, and non-persistent buffers stay out.
     """
-    for name, part in module.named_modules():
-        if type(part).__name__ == "FullyShardedDataParallel":
-            raise UnsupportedTensor(
-                f"module {name!r} is wrapped by FSDP1: shard it with torch.distributed.fsdp.fully_shard, or "
-                "pass its state dict of StateDictType.SHARDED_STATE_DICT made with a device_mesh"
-            )
+    if units := fsdp1_units(module):
+        state = fsdp1_state(module, units)
+        clean = clean_names(state).clean
+        return _state({name: state[name] for name in layer_order(state, key=clean.__getitem__)})
     return _state(module.state_dict(keep_vars=True))
+
+
+def live_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """`module_tensors` to load into. UnsupportedTensor for FSDP1, which has no tensor of its own for a parameter."""
+    tensors = module_tensors(module).tensors
+    live = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
+    if flat := [name for name in tensors if name not in live]:
+        raise UnsupportedTensor(f"{flat[0]!r} is wrapped by FSDP1: shard it with torch.distributed.fsdp.fully_shard")
+    return live
 
 
 def dict_tensors(state: Mapping[str, torch.Tensor]) -> StateTensors:
@@ -42,14 +51,14 @@ def dict_tensors(state: Mapping[str, torch.Tensor]) -> StateTensors:
     return _state({name: state[name] for name in layer_order(state)})
 
 
-def _state(state: Mapping[str, torch.Tensor]) -> StateTensors:
+def _state(state: Mapping[str, Weight]) -> StateTensors:
     check_items(state)
     names = clean_names(state)
     tensors = {names.clean[name]: tensor for name, tensor in state.items()}
     return StateTensors(tensors=tensors, removed=names.removed)
 
 
-def find_ties(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+def find_ties(tensors: Mapping[str, Weight]) -> dict[str, str]:
     """Further name -> first name, where both are the very same memory with the same shape and strides.
 
     Views of one flat buffer share the storage but not the place in it: they are tensors of their own. Nor are
@@ -58,7 +67,7 @@ def find_ties(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     first: dict[tuple[object, ...], str] = {}
     ties: dict[str, str] = {}
     for name, tensor in tensors.items():
-        if tensor.numel() == 0:
+        if isinstance(tensor, torch.Tensor) and tensor.numel() == 0:
             continue
         owner = first.setdefault(_memory(tensor), name)
         if owner != name:
@@ -66,7 +75,9 @@ def find_ties(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return ties
 
 
-def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
+def _memory(tensor: Weight) -> tuple[object, ...]:
+    if isinstance(tensor, Piece):
+        return (id(tensor),)
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     # A rank may hold no rows of a sharded tensor; then only the object tells.
     place = local.data_ptr() or id(tensor)

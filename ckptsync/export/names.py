@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from ..errors import DuplicateName
@@ -50,16 +50,17 @@ def clean_names(names: Iterable[str]) -> Names:
     return Names(clean, tuple(sorted(removed)))
 
 
-def layer_order(names: Iterable[str]) -> list[str]:
+def layer_order(names: Iterable[str], key: Callable[[str], str] = str) -> list[str]:
     """The names in the order of their layers, for dicts that were sorted as text (`layers.10` before
-    `layers.2`).
+    `layers.2`). `key` gives the name to order by.
 
     Stacks of layers stay where they first appear, and the order inside a layer is kept.
     """
     stacks: dict[str, int] = {}
     keys: dict[str, tuple[int, int]] = {}
     for name in names:
-        found = _LAYER.search(name)
-        stack = name[: found.start()] + "." if found else name
+        clean = key(name)
+        found = _LAYER.search(clean)
+        stack = clean[: found.start()] + "." if found else clean
         keys[name] = (stacks.setdefault(stack, len(stacks)), int(found[1]) if found else 0)
     return sorted(keys, key=keys.__getitem__)

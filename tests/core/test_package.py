@@ -18,10 +18,14 @@ def test_the_public_names_are_these():
         "Published",
         "Publisher",
         "PublisherConfig",
+        "ResumePoint",
         "VersionId",
         "open_store",
+        "publish_base",
+        "resume",
     ]
-    assert all(getattr(ckptsync, name) for name in ckptsync.__all__)
+    for _ in range(2):  # a module of the same name would take the place of a function after the first look
+        assert all(callable(getattr(ckptsync, name)) for name in ckptsync.__all__)
 
 
 def test_the_core_runs_where_torch_and_the_engines_are_not_installed():

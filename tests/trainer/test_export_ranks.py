@@ -62,7 +62,7 @@ def test_case_64_an_fsdp2_export_equals_the_dense_weights_bit_for_bit_also_where
 
 def export_other_shapes(rank: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     mesh = init_device_mesh("cpu", (4,))
@@ -85,6 +85,10 @@ def export_other_shapes(rank: int) -> None:
     }
     only_on_the_writer(rank, export(state)[0], dense)
     only_on_the_writer(rank, export(iter(state.items()), bucket_bytes=64)[0], dense)
+
+    halves = dense["whole"].new_ones(4, 2)
+    partial = DTensor.from_local(halves, mesh, [Partial()])
+    only_on_the_writer(rank, export({"sum": partial})[0], {"sum": 4 * halves})
 
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     block = TinyModel(blocks=1).layers[0]

@@ -233,6 +233,16 @@ def test_the_folder_is_a_hugging_face_checkpoint(root: str, tmp_path: Path) -> N
     )
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch.compile's own imports
+def test_the_config_of_a_compiled_model_names_the_class_that_engines_know(root: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=32,
+    )  # fmt: skip
+    done = publish(root, torch.compile(transformers.LlamaForCausalLM(config)))
+    assert done.manifest.tracks["model"].model["architecture"] == "LlamaForCausalLM"
+
+
 def test_case_38_files_honour_the_umask(root: str) -> None:
     before = os.umask(0o027)
     try:

@@ -199,14 +199,14 @@ def publish_until_killed(rank: int, root: str, victim: int) -> None:
     publisher.publish(model)
     from ckptsync.export import stream
 
-    gather, count = stream.gather, iter(range(100))
+    collect, count = stream.collect, iter(range(100))
 
     def killing(*args: object) -> Iterator[object]:
         if next(count) == 5 and rank == victim:
             os.kill(os.getpid(), signal.SIGKILL)
-        yield from gather(*args)
+        yield from collect(*args)
 
-    stream.gather = killing
+    stream.collect = killing
     publisher.publish(model)
 
 

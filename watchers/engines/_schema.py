@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from ckptsync.errors import Corrupt, NotFound
+from ckptsync.engine import StagedVersion
+from ckptsync.errors import Corrupt, EngineRefused, NotFound
 from ckptsync.manifest import TensorSpec
 from ckptsync.shards.hf_folder import scan_checkpoint
 
@@ -35,3 +36,11 @@ def folder_schema(folder: str) -> dict[str, TensorSpec] | None:
         return scan_checkpoint(folder).tensors
     except (NotFound, Corrupt, OSError):
         return None
+
+
+def refuse_adapter(version: StagedVersion, engine: str) -> None:
+    """EngineRefused for an adapter version: loaded as weights, its folder would leave an engine without any."""
+    if version.manifest.kind == "adapter":
+        raise EngineRefused(
+            f"start: {version.label} is a LoRA adapter and {engine} is followed for full weights: use AdapterEngine"
+        )

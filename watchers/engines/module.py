@@ -19,7 +19,7 @@ from torch import nn
 from ckptsync.digest import digest, sha256
 from ckptsync.engine import Confirmation, EngineStatus, StagedVersion
 from ckptsync.errors import EngineDirty, EngineRefused, EngineUnavailable, ProofFailed
-from ckptsync.export.module import find_ties, module_tensors
+from ckptsync.export.module import find_ties, live_tensors
 from ckptsync.manifest import MAIN_TRACK, TensorEntry, TensorSpec, Track
 from ckptsync.shards.tensors import map_tensors, spec_of, tensor_bytes
 
@@ -102,7 +102,7 @@ class ModuleEngine:
 
     def schema(self) -> Mapping[str, TensorSpec]:
         """Parameters and persistent buffers, a tied tensor under its first name only."""
-        tensors = module_tensors(self.module).tensors
+        tensors = live_tensors(self.module)
         ties = find_ties(tensors)
         return {name: spec_of(name, tensor) for name, tensor in tensors.items() if name not in ties}
 
@@ -166,7 +166,7 @@ def _track(version: StagedVersion) -> Track:
 def _by_entry(module: nn.Module, track: Track) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
     """The manifest's tensors with the live ones of the same name, in checkpoint order, each live tensor
     once."""
-    tensors = module_tensors(module).tensors
+    tensors = live_tensors(module)
     ties = find_ties(tensors)
     done: set[str] = set()
     for entry in track.tensors:

@@ -28,12 +28,14 @@ from ckptsync.engine import Confirmation, EngineStatus, StagedVersion
 from ckptsync.errors import EngineRefused, InvalidInput, ProofFailed
 from ckptsync.manifest import TensorSpec
 
+from ._adapters import AdapterRoutes
 from ._http import Call, EngineHttp, HttpOptions, Touch
-from ._schema import SchemaMemory
+from ._schema import SchemaMemory, refuse_adapter
 
 PauseMode = Literal["retract", "abort", "in_place"]
 CachePolicy = Literal["flush", "keep"]
 
+ADAPTERS = "It needs SGLang started with --enable-lora, --max-lora-rank and --lora-target-modules."
 BASE_LABEL = "default"
 LOADED = ("Succeeded to update model weights", "Weights were updated")
 UNTOUCHED = ("Failed to get model loader", "Failed to get weights iterator")
@@ -69,7 +71,7 @@ class SglangOptions(HttpOptions):
             raise InvalidInput("pause_mode 'in_place' keeps the KV of running requests: it needs cache='keep'")
 
 
-class SglangEngine:
+class SglangEngine(AdapterRoutes):
     """One SGLang server, behind the engine contract."""
 
     def __init__(
@@ -106,6 +108,7 @@ class SglangEngine:
         the update waits for every running request, and one in thirty cannot flush."""
         self._warnings = []
         self._unflushed = False
+        refuse_adapter(version, self.name)
         if self._ready("start"):
             raise EngineRefused(f"start: {self.name} is not paused; pause it before loading {version.label}")
 
@@ -180,6 +183,16 @@ class SglangEngine:
         self._asked_to_pause = False
         if not self._ready("resume"):
             raise self.http.failure(call, "answered 200, but /ready is not 200: still paused, or not healthy")
+
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Needs a server with `--enable-lora`, and its rank and target modules within what it was started with."""
+        body = {"lora_name": name, "lora_path": folder}
+        self.http.expect(self._adapter_call("load", "/load_lora_adapter", body, ADAPTERS), success=True)
+
+    def unload_adapter(self, name: str) -> None:
+        """Waits for requests that use it. A request that names it later loads it again from its folder."""
+        call = self._adapter_call("unload", "/unload_lora_adapter", {"lora_name": name}, ADAPTERS)
+        self.http.expect(call, success=True)
 
     def close(self) -> None:
         self.http.close()

@@ -32,8 +32,9 @@ from ckptsync.engine import Confirmation, EngineStatus, StagedVersion
 from ckptsync.errors import EngineRefused, InvalidInput, ProofFailed
 from ckptsync.manifest import TensorSpec
 
+from ._adapters import AdapterRoutes
 from ._http import Call, EngineHttp, HttpOptions
-from ._schema import SchemaMemory
+from ._schema import SchemaMemory, refuse_adapter
 
 PauseMode = Literal["keep", "wait", "abort"]
 CachePolicy = Literal["flush", "keep"]
@@ -41,6 +42,7 @@ CachePolicy = Literal["flush", "keep"]
 BASE_LABEL = "default"
 BOOT_TIME = re.compile(r"^process_start_time_seconds (\S+)$", re.MULTILINE)
 OF_NOTHING = hashlib.sha256(b"").hexdigest()
+ADAPTERS = "It needs vLLM started with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."
 DEV_MODE = "It needs vLLM >= 0.27 started with VLLM_SERVER_DEV_MODE=1."
 
 
@@ -69,7 +71,7 @@ class VllmOptions(HttpOptions):
             raise InvalidInput(f"cache must be one of {get_args(CachePolicy)}, not {self.cache!r}")
 
 
-class VllmEngine:
+class VllmEngine(AdapterRoutes):
     """One vLLM server, behind the engine contract."""
 
     def __init__(
@@ -117,6 +119,7 @@ class VllmEngine:
     def start(self, version: StagedVersion) -> None:
         """Nothing is sent: `reload_weights` is one call. An engine that computes is refused here."""
         self._warnings = []
+        refuse_adapter(version, self.name)
         if not self._paused("start"):
             raise EngineRefused(f"start: {self.name} is not paused; pause it before loading {version.label}")
 
@@ -163,6 +166,14 @@ class VllmEngine:
         self.http.expect(call, status="resumed")
         if self._paused("resume"):
             raise self.http.failure(call, "answered 200, but /is_paused says it is still paused")
+
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Needs a server with `--enable-lora` and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and no dev mode."""
+        body = {"lora_name": name, "lora_path": folder}
+        self.http.send(self._adapter_call("load", "/v1/load_lora_adapter", body, ADAPTERS))
+
+    def unload_adapter(self, name: str) -> None:
+        self.http.send(self._adapter_call("unload", "/v1/unload_lora_adapter", {"lora_name": name}, ADAPTERS))
 
     def close(self) -> None:
         self.http.close()

@@ -1,0 +1,62 @@
+"""Version 0: the base model, recorded before training, so that an engine on base weights has a truthful label."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from .channel import Channel
+from .digest import digest
+from .errors import InvalidInput, VersionExists
+from .export.source import CheckpointSource
+from .manifest import Manifest, TensorEntry, content_digest
+from .publish import Publisher
+from .shards.tensors import spec_of, tensor_bytes
+from .store.base import Store
+from .version import VersionId
+
+NUMBER = 0
+"""Kept for the base model; a trainer's versions begin at 1."""
+
+
+def publish_base(root: str | Store, hf_dir: str, *, run_id: str = "") -> VersionId:
+    """Record the Hugging Face folder `hf_dir` as version 0 of a channel that has no version yet.
+
+    Call it in one process, before the trainer's Publisher: it claims an epoch of its own, and the trainer's epoch
+    goes on from it with number 1. May be called at every start: a base that is there already is compared with the
+    folder, which reads the folder once, and is left alone. Copies the weights, so that the channel is whole by
+    itself when the folder is gone.
+
+    Raises VersionExists if the channel has another base, InvalidInput if it has versions and no base, NotFound or
+    BadShard if the folder is no whole checkpoint.
+    """
+    source = CheckpointSource(hf_dir)
+    if (found := _recorded(Channel.open(root))) is not None:
+        if found.content_digest != _content(source, found.digest):
+            raise VersionExists(f"{found.id} is another base model than {hf_dir}: use a root of its own for each")
+        return found.id
+    with Publisher(root, run_id=run_id) as publisher:
+        return publisher.publish(source, number=NUMBER, assets=hf_dir).version
+
+
+def _recorded(channel: Channel) -> Manifest | None:
+    committed = channel.committed()
+    base = [version for version in committed if version.number == NUMBER]
+    if base:
+        return channel.manifest(base[-1])
+    if committed:
+        raise InvalidInput(
+            f"{channel.store.url} has versions up to {committed[-1]} and no base: version 0 comes before them all"
+        )
+    return None
+
+
+def _content(tensors: Iterable[tuple[str, torch.Tensor]], algorithm: str) -> str:
+    entries = []
+    for name, tensor in tensors:
+        spec = spec_of(name, tensor)
+        entries.append(
+            TensorEntry(name=name, dtype=spec.dtype, shape=spec.shape, digest=digest(tensor_bytes(tensor), algorithm))
+        )
+    return content_digest(entries)
