@@ -99,7 +99,18 @@ def test_load_of_a_version_that_is_not_there_or_an_engine_that_is_away_is_exit_c
         publisher.publish(CheckpointSource(models[1]))
 
     def load(version: str, url: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "ckptsync.cli", "load", s3_root.url, version, "--engine", "module", "--url", url]
+        command = [
+            sys.executable,
+            "-m",
+            "ckptsync.cli",
+            "load",
+            s3_root.url,
+            version,
+            "--engine",
+            "module",
+            "--url",
+            url,
+        ]
         return subprocess.run(
             [*command, "--stage", str(tmp_path / "stage")],
             env={**os.environ, **s3_server.environment}, capture_output=True, text=True,
