@@ -87,6 +87,7 @@ class Switch:
         An interrupt (KeyboardInterrupt) takes the way back too; a second one, during that, leaves the engine
         paused and dirty.
         """
+        self._prepare(version)
         attempt, started = Attempt(), time.monotonic()
         self._on_state("paused")
         try:
@@ -116,6 +117,16 @@ class Switch:
                 return
         log.error("%s: cannot be resumed: %s", self.engine.name, failure)
         attempt.error = attempt.error or failure
+
+    def _prepare(self, version: StagedVersion) -> None:
+        """Some adapters can get ready while the engine serves. Whatever goes wrong there, the load meets again."""
+        prepare: Callable[[StagedVersion], object] | None = getattr(self.engine, "prepare", None)
+        if prepare is None:
+            return
+        try:
+            self._call(prepare, version)
+        except CkptSyncError as error:
+            log.info("%s: not prepared for %s: %s", self.engine.name, version.label, error)
 
     def _pause(self, attempt: Attempt, ground: Ground) -> None:
         attempt.state = "refused" if ground.clean else "dirty"

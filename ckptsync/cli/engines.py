@@ -9,7 +9,13 @@ import typer
 from ..engine import Engine
 from ..errors import InvalidInput
 
-Kind = Annotated[str, typer.Option("--engine", help="vllm, sglang, or module (the embedded transformers server).")]
+Kind = Annotated[
+    str,
+    typer.Option(
+        "--engine",
+        help="vllm, vllm-plugin (vLLM with ckptsync in it), sglang, or module (the embedded transformers server).",
+    ),
+]
 Url = Annotated[str, typer.Option("--url", help="Where the engine's HTTP server listens, e.g. http://127.0.0.1:8000.")]
 ApiKey = Annotated[str, typer.Option(envvar="CKPTSYNC_ENGINE_API_KEY", help="Sent as a Bearer token.")]
 AdminKey = Annotated[str, typer.Option(envvar="CKPTSYNC_ENGINE_ADMIN_KEY", help="SGLang's --admin-api-key.")]
@@ -35,6 +41,11 @@ def connect(
         from watchers.engines.vllm import VllmEngine, VllmOptions
 
         return VllmEngine(url, VllmOptions(**keys, **chosen))  # type: ignore[arg-type]
+    if kind == "vllm-plugin":
+        from watchers.engines.vllm import VllmOptions
+        from watchers.engines.vllm_transfer import VllmTransferEngine
+
+        return VllmTransferEngine(url, VllmOptions(**keys, **chosen))  # type: ignore[arg-type]
     if kind == "sglang":
         from watchers.engines.sglang import SglangEngine, SglangOptions
 
@@ -43,4 +54,4 @@ def connect(
         from watchers.engines.embedded import EmbeddedEngine
 
         return EmbeddedEngine(url)
-    raise InvalidInput(f"--engine {kind} is not known: vllm, sglang or module")
+    raise InvalidInput(f"--engine {kind} is not known: vllm, vllm-plugin, sglang or module")

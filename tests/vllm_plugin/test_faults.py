@@ -1,0 +1,171 @@
+"""The rows of the fault table of stock vLLM, planted under the plugin: the old version serves on, exactly."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ckptsync.engine import StagedVersion
+from tests.vllm_plugin.conftest import InProcess
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+
+Versions = dict[str, StagedVersion]
+Tensors = dict[str, Any]
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+
+
+def without_a_layer(tensors: Tensors) -> None:
+    for name in [name for name in tensors if name.startswith("model.layers.1.")]:
+        del tensors[name]
+
+
+def without_q_proj(tensors: Tensors) -> None:
+    del tensors[Q_PROJ]
+
+
+def with_a_wrong_shape(tensors: Tensors) -> None:
+    tensors[Q_PROJ] = tensors[Q_PROJ][:-1].clone()
+
+
+def with_one_more(tensors: Tensors) -> None:
+    tensors["model.layers.0.extra.weight"] = tensors[Q_PROJ].clone()
+
+
+@pytest.fixture(scope="module")
+def broken(
+    tmp_path_factory: pytest.TempPathFactory, folders: dict[str, str], staged: Callable[[str], StagedVersion]
+) -> Callable[[Callable[[Tensors], None]], StagedVersion]:
+    """Version `b` with a change, published and staged: whole and verified, and no checkpoint of this model."""
+    from safetensors.torch import load_file, save_file
+
+    def make(change: Callable[[Tensors], None]) -> StagedVersion:
+        tensors = {}
+        for name in sorted(os.listdir(folders["b"])):
+            if name.endswith(".safetensors"):
+                tensors |= load_file(os.path.join(folders["b"], name))
+        change(tensors)
+        folder = tmp_path_factory.mktemp(change.__name__)
+        save_file(tensors, folder / "model.safetensors")
+        return staged(str(folder))
+
+    return make
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["by reload", "by plan"])
+@pytest.mark.parametrize("change", [without_a_layer, without_q_proj, with_a_wrong_shape, with_one_more])
+def test_what_does_not_fit_is_refused_before_the_model_is_touched(
+    engine: InProcess, versions: Versions, broken: Any, fresh_tokens: Any, change: Any, first: bool
+) -> None:
+    engine.to(versions["c"])
+    if first:
+        engine.forget_plan()
+    before = engine.digest()
+    outcome = engine.to(broken(change))
+    assert (outcome["state"], outcome["kind"]) == ("refused", "schema-mismatch"), outcome
+    assert engine.digest() == before
+    assert engine.label() == versions["c"].label
+    assert engine.tokens() == fresh_tokens("c")
+    assert engine.to(versions["b"])["state"] == "loaded"
+    assert engine.tokens() == fresh_tokens("b")
+
+
+def test_a_torn_file_is_refused(engine: InProcess, versions: Versions, staged: Any, folders: Any) -> None:
+    engine.to(versions["c"])
+    before, version = engine.digest(), staged(folders["b"])
+    shard = next(
+        os.path.join(version.folder, f.name)
+        for f in version.manifest.tracks["model"].files
+        if f.name.endswith(".safetensors")
+    )
+    os.truncate(shard, os.path.getsize(shard) - 1)
+    outcome = engine.to(version)
+    assert (outcome["state"], outcome["kind"]) == ("refused", "bad-shard"), outcome
+    assert engine.digest() == before
+
+
+def test_another_manifest_than_announced_is_refused(engine: InProcess, versions: Versions) -> None:
+    engine.to(versions["c"])
+    other = StagedVersion(manifest=versions["a"].manifest, folder=versions["b"].folder)
+    assert engine.to(other)["kind"] == "bad-manifest"
+    gone = StagedVersion(manifest=versions["a"].manifest, folder=versions["b"].folder + "-gone")
+    assert engine.to(gone)["kind"] == "engine-refused"
+
+
+@pytest.mark.parametrize("where", ["model.layers.1.mlp.up_proj.weight", Q_PROJ, "lm_head.weight"])
+def test_a_failure_in_the_middle_of_the_engines_own_load_is_rolled_back(
+    engine: InProcess, versions: Versions, fresh_tokens: Any, where: str
+) -> None:
+    """Stock: the process dies at the next request."""
+    engine.to(versions["c"])
+    engine.forget_plan()
+    before = engine.digest()
+    engine.break_load_at(name=where)
+    outcome = engine.to(versions["b"])
+    assert (outcome["state"], outcome["path"]) == ("restored", "reload"), outcome
+    assert "planted at" in outcome["error"]
+    assert engine.digest() == before
+    assert engine.tokens() == fresh_tokens("c")
+    assert engine.to(versions["b"])["state"] == "loaded"
+    assert engine.tokens() == fresh_tokens("b")
+
+
+def test_a_wrong_shape_in_the_loader_does_not_poison_later_reloads(
+    engine: InProcess, versions: Versions, fresh_tokens: Any
+) -> None:
+    """Stock: the bad tensor stays buffered, and every later good reload raises the same error."""
+    engine.to(versions["c"])
+    engine.forget_plan()
+    before = engine.digest()
+    engine.break_load_at(name="model.layers.1.self_attn.k_proj.weight", shape=True)
+    assert engine.to(versions["b"])["state"] == "restored"
+    assert engine.digest() == before
+    assert engine.to(versions["b"])["state"] == "loaded"
+    assert engine.tokens() == fresh_tokens("b")
+
+
+def test_a_failure_in_the_middle_of_the_copies_is_rolled_back(
+    engine: InProcess, versions: Versions, fresh_tokens: Any
+) -> None:
+    engine.to(versions["b"])
+    engine.to(versions["c"])
+    before = engine.digest()
+    engine.break_load_at(name="")
+    outcome = engine.to(versions["b"])
+    assert (outcome["state"], outcome["proof"]) == ("restored", "elements"), outcome
+    assert engine.digest() == before
+    assert engine.tokens() == fresh_tokens("c")
+    assert engine.to(versions["b"])["path"] == "plan"
+
+
+def test_one_wrong_bit_fails_the_proof_and_is_rolled_back(
+    engine: InProcess, versions: Versions, fresh_tokens: Any
+) -> None:
+    engine.to(versions["b"])
+    engine.to(versions["c"])
+    before = engine.digest()
+    engine.flip_after_copy()
+    outcome = engine.to(versions["b"])
+    assert (outcome["state"], outcome["kind"]) == ("restored", "proof-failed"), outcome
+    assert "model.norm.weight" in outcome["error"]
+    assert engine.digest() == before
+    assert engine.tokens() == fresh_tokens("c")
+    after = engine.to(versions["b"])  # a plan that failed once is learned anew
+    assert (after["state"], after["path"], after["proof"]) == ("loaded", "reload", "elements")
+    assert engine.tokens() == fresh_tokens("b")
+
+
+def test_a_failure_of_the_first_update_goes_back_to_what_the_engine_was_started_with(
+    start_vllm: Any, folders: Any, versions: Versions, fresh_tokens: Any
+) -> None:
+    engine = start_vllm(folders["a"])
+    before = engine.digest()
+    engine.break_load_at(name="model.layers.1.mlp.up_proj.weight")
+    outcome = engine.to(versions["b"])
+    assert outcome["state"] == "restored"
+    assert engine.digest() == before
+    assert engine.label() == "default"
+    assert engine.tokens() == fresh_tokens("a")
