@@ -88,10 +88,16 @@ class PublisherConfig:
     """How long a rank waits for the others, in seconds. A dead rank is noticed at once; this bounds a slow
     one, so it must be longer than the slowest write of one shard."""
 
+    sweep_after: float | None = 3600.0
+    """Seconds after which what dead attempts left half written is deleted, once, when this publisher starts. None:
+    never. A committed version is never touched."""
+
     def __post_init__(self) -> None:
         self._check_positive("shard_bytes", self.shard_bytes)
         self._check_positive("bucket_bytes", self.bucket_bytes)
         self._check_positive("timeout", self.timeout)
+        if self.sweep_after is not None:
+            self._check_positive("sweep_after", self.sweep_after)
         self._check_positive("exit_seconds", self.exit_seconds)
         self._check_one_of("writers", self.writers, ("rank0", "node", "all"))
         self._check_one_of("pending", self.pending, ("wait", "skip", "error"))

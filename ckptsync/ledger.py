@@ -8,11 +8,13 @@ from collections.abc import Callable
 
 from .attempt import Attempt, Stopwatch
 from .channel import Channel
+from .config import PublisherConfig
 from .epochs import check_fence
 from .errors import CkptSyncError, Fenced, InvalidInput, StoreError, StoreUnavailable, Unchanged, VersionExists
 from .layout import SELF_COPY
 from .manifest import Manifest, seal
 from .store.base import Store
+from .sweep import sweep_debris
 from .version import VersionId
 
 log = logging.getLogger(__name__)
@@ -21,12 +23,14 @@ log = logging.getLogger(__name__)
 class Ledger:
     """The writing end of a channel. Lives on rank 0 only."""
 
-    def __init__(self, root: str | Store, *, run_id: str, resumed_from: VersionId | None) -> None:
+    def __init__(self, root: str | Store, config: PublisherConfig) -> None:
         self.channel = Channel.create(root)
-        self.epoch = self.channel.claim_epoch(run_id or uuid.uuid4().hex, resumed_from)
+        self.epoch = self.channel.claim_epoch(config.run_id or uuid.uuid4().hex, config.resumed_from)
         self._next = self.epoch.next_number
         self._last = self.channel.manifest(self.epoch.resumed_from) if self.epoch.resumed_from else None
         self._unsure = False
+        if config.sweep_after is not None and self.epoch.number > 1:
+            self._sweep(config.sweep_after)
 
     def attempt(self, number: int | None, algorithm: str, watch: Stopwatch, progress: Callable[[int], None]) -> Attempt:
         """Start the next version, or version `number`. Fenced before anything is written."""
@@ -70,6 +74,14 @@ class Ledger:
                 f"step {new.step} has exactly the weights of {last.id} (step {last.step}): nothing was published. "
                 "Are the published tensors the ones that the optimizer updates?"
             )
+
+    def _sweep(self, grace: float) -> None:
+        try:
+            swept = sweep_debris(self.channel, self.epoch, grace=grace)
+        except StoreError as error:
+            log.warning("what dead attempts left was not swept: %s", error)
+        else:
+            log.info("swept %d files of dead attempts, %d bytes, and %d unfinished ones", *swept)
 
     def _advance(self, found: Manifest) -> bool:
         if found.number < self._next:

@@ -85,7 +85,7 @@ class Publisher:
             if self._ranks.is_writer:
                 if self.config.expect is not None:
                     self._expected = expected_names(self.config.expect)
-                self._ledger = Ledger(root, run_id=self.config.run_id, resumed_from=self.config.resumed_from)
+                self._ledger = Ledger(root, self.config)
             self.epoch = self._ranks.broadcast(self._ledger.epoch.number if self._ledger else 0)
             """The epoch that this publisher claimed."""
         self._store: Store | None = self._ledger.channel.store if self._ledger else None

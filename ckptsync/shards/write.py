@@ -9,10 +9,11 @@ too), and the tensors lie in the plan's order.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from ..digest import DEFAULT, Bytes, hasher
+from ..digest import DEFAULT, Bytes, Hasher, hasher
 from ..errors import InvalidInput
 from ..manifest import FileEntry, TensorEntry
 from ..safetensors_format import MAX_HEADER
@@ -22,10 +23,12 @@ from .plan import ShardPlan, check_specs
 PAGE = 4096
 """The data of a shard starts at a multiple of this."""
 
-# Stays in the cache from the first digest through the second to the copy into the store's buffer; each of
-# the three lets go of the interpreter lock, so much smaller parts would queue for it behind the training
-# thread.
-_CHUNK = 4 << 20
+_CHUNK = 16 << 20
+"""Bytes that are digested while the store takes them: one write of a LocalStore."""
+
+_CACHED = 1 << 20
+"""Bytes that stay in the cache from the first digest to the second. xxhash lets go of the interpreter lock; much
+smaller pieces would queue for it behind the training thread."""
 
 
 class ShardWriter:
@@ -47,6 +50,7 @@ class ShardWriter:
         self._file_hash = hasher(algorithm)
         self._size = 0
         self._entries: list[TensorEntry] = []
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="ckptsync-digest")
         self._write(memoryview(header))
 
     def add(self, name: str, data: Bytes) -> None:
@@ -59,9 +63,7 @@ class ShardWriter:
         spec = self._plan.tensors[len(self._entries)]
         state = hasher(self._algorithm)
         for start in range(0, view.nbytes, _CHUNK):
-            chunk = view[start : start + _CHUNK]
-            state.update(chunk)
-            self._write(chunk)
+            self._write(view[start : start + _CHUNK], state)
         self._entries.append(
             TensorEntry(name=name, dtype=spec.dtype, shape=spec.shape, digest=state.hexdigest(), file=self._plan.file)
         )
@@ -71,12 +73,14 @@ class ShardWriter:
         missing = self._plan.tensors[len(self._entries) :]
         if missing:
             raise InvalidInput(f"{self._plan.file}: {len(missing)} tensors missing, from {missing[0].name!r} on")
+        self._beside.shutdown()
         self._writer.commit()
         entry = FileEntry(name=self._plan.file, size=self._size, digest=self._file_hash.hexdigest())
         return entry, tuple(self._entries)
 
     def abort(self) -> None:
         """Leave no trace under the file's name; never raises."""
+        self._beside.shutdown()
         self._writer.abort()
 
     def _check_next(self, name: str, size: int) -> None:
@@ -91,10 +95,21 @@ class ShardWriter:
                 f"tensor {name!r} has {size} bytes, but {spec.dtype}{list(spec.shape)} has {spec.nbytes}"
             )
 
-    def _write(self, chunk: memoryview) -> None:
-        self._file_hash.update(chunk)
-        self._writer.write(chunk)
+    def _write(self, chunk: memoryview, *states: Hasher) -> None:
+        """Digest in a thread beside while the store takes the bytes; both are done with them on return."""
+        digesting = self._beside.submit(_digest, chunk, [self._file_hash, *states])
+        try:
+            self._writer.write(chunk)
+        finally:
+            digesting.result()
         self._size += chunk.nbytes
+
+
+def _digest(chunk: memoryview, states: list[Hasher]) -> None:
+    for start in range(0, chunk.nbytes, _CACHED):
+        piece = chunk[start : start + _CACHED]
+        for state in states:
+            state.update(piece)
 
 
 def header_bytes(plan: ShardPlan, metadata: Mapping[str, str] = {}) -> bytes:

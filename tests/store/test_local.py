@@ -629,3 +629,29 @@ def test_of_two_processes_that_create_one_name_one_wins(store: LocalStore) -> No
     for process in processes:
         process.join()
     assert len(names(store)) == 50
+
+
+@pytest.mark.parametrize("shift", [0, 64], ids=["aligned", "as torch allocates"])
+def test_pieces_of_any_alignment_and_order_come_back_byte_for_byte(store: LocalStore, shift: int) -> None:
+    memory = direct.aligned(40 << 20)
+    memory[:] = os.urandom(1 << 20) * 40
+    pieces = [memory[shift : shift + size] for size in (4096, 3 << 20, 100, 5 << 20, (17 << 20) + 8, 1, 20 << 20)]
+    pieces += [memory[: 4096 * 7], memory[: 18 << 20], memoryview(bytes(memory[: 2 << 20]))]
+    writer = store.write("file")
+    for piece in pieces:
+        writer.write(piece)
+    writer.commit()
+    with open(os.path.join(store.url, "file"), "rb") as file:
+        assert file.read() == b"".join(pieces)
+
+
+def test_a_large_aligned_piece_is_written_from_where_it_lies(store: LocalStore, monkeypatch) -> None:
+    seen: list[int] = []
+    write_all = direct.write_all
+    monkeypatch.setattr(direct, "write_all", lambda fd, part, at: (seen.append(len(part)), write_all(fd, part, at))[1])
+    memory = direct.aligned(8 << 20)
+    writer = store.write("file")
+    writer.write(memory[:4096])
+    writer.write(memory)
+    writer.commit()
+    assert seen == [4096, 8 << 20, 0]

@@ -19,6 +19,7 @@ from ckptsync.errors import (
     ChannelEmpty,
     Fenced,
     InvalidInput,
+    StoreDenied,
     VersionExists,
 )
 from ckptsync.export.source import CheckpointSource
@@ -27,7 +28,7 @@ from ckptsync.publish import Published, Publisher
 from ckptsync.shards.tensors import load_tensors
 from ckptsync.store import open_store
 from ckptsync.version import VersionId
-from tests.faults.store import HookedStore, Recorder
+from tests.faults.store import Failing, HookedStore, Recorder, matching
 from tests.trainer.models import TinyModel, reference, same
 
 
@@ -321,3 +322,33 @@ def test_progress_and_times_are_reported(root: str) -> None:
     assert moved == [8, 12]
     assert set(done.seconds) == {"gather", "write", "commit"}
     assert done.nbytes == sum(file.size for file in done.manifest.tracks["model"].files)
+
+
+def test_case_17_what_a_dead_attempt_left_is_swept_by_the_next_publisher_after_the_grace_time(root: str) -> None:
+    with Publisher(root) as publisher:
+        publisher.publish({"w": torch.ones(4)})
+    left = os.path.join(root, "data", "e0001-v00000002-dead")
+    os.makedirs(left)
+    path = os.path.join(left, "model-00001-of-00001.safetensors")
+    with open(path, "wb") as file:
+        file.write(b"half a shard")
+    Publisher(root).close()
+    assert os.path.exists(path), "it may still be somebody's"
+    os.utime(path, (0, 0))
+    Publisher(root, sweep_after=None).close()
+    assert os.path.exists(path), "sweeping can be turned off"
+    with Publisher(root) as publisher:
+        assert not os.path.exists(left)
+        publisher.publish({"w": torch.zeros(4)})
+    assert len(Channel.open(root).versions()) == 2
+
+
+def test_a_sweep_that_the_store_refuses_is_a_warning_and_publishing_goes_on(
+    root: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Publisher(root) as publisher:
+        publisher.publish({"w": torch.ones(4)})
+    refused = Failing(lambda: StoreDenied("no deletes here"), matching("write", part="data/probe-"))
+    with Publisher(HookedStore(open_store(root), refused)) as publisher:
+        assert publisher.publish({"w": torch.zeros(4)}).version.label == "e2-v2"
+    assert "was not swept: no deletes here" in caplog.text
