@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from . import digest
 from .errors import InvalidInput, UnsupportedFormat
@@ -121,3 +122,11 @@ class PublisherConfig:
     def _check_positive(self, field: str, value: float) -> None:
         if isinstance(value, bool) or not value > 0:
             raise InvalidInput(f"{field}={value!r}: must be greater than 0")
+
+
+def with_overrides(config: PublisherConfig, overrides: Mapping[str, Any]) -> PublisherConfig:
+    """The config with some fields replaced. InvalidInput for a field that does not exist, or a value that cannot be."""
+    try:
+        return dataclasses.replace(config, **overrides)
+    except TypeError as error:
+        raise InvalidInput(f"Publisher has no such setting: {error}") from None

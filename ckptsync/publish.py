@@ -22,7 +22,7 @@ import msgspec
 from .assets import assets_of
 from .attempt import Attempt, Stopwatch
 from .background import Background, BackgroundPublish
-from .config import PublisherConfig
+from .config import PublisherConfig, with_overrides
 from .errors import Busy, InvalidInput, RankFailed
 from .export.coverage import expected_names
 from .export.lora import Prepared, prepare
@@ -74,7 +74,7 @@ class Publisher:
     """
 
     def __init__(self, root: str | Store, *, config: PublisherConfig | None = None, **overrides: Any) -> None:
-        self.config = _configured(config or PublisherConfig(), overrides)
+        self.config = with_overrides(config or PublisherConfig(), overrides)
         self._root = root
         self._ranks = Ranks(timeout=self.config.timeout)
         self._side: Ranks | None = None
@@ -393,10 +393,3 @@ def _checking(handle: BackgroundPublish, progress: Progress) -> Progress:
         progress(nbytes)
 
     return moved
-
-
-def _configured(config: PublisherConfig, overrides: Mapping[str, Any]) -> PublisherConfig:
-    try:
-        return dataclasses.replace(config, **overrides)
-    except TypeError as error:
-        raise InvalidInput(f"Publisher has no such setting: {error}") from None
