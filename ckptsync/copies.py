@@ -24,13 +24,19 @@ def export_version(
     """Copy a version into `folder`, verified on the way; a full version there is a Hugging Face checkpoint.
 
     `folder` must not exist or be empty (InvalidInput). `ckptsync.json` is written last, so a folder without it is a
-    copy that did not finish. BadShard if a file is not what was published; what was copied before stays.
+    copy that did not finish. BadShard if a file is not what was published; what was copied before is removed.
     """
     if os.path.isdir(folder) and os.listdir(folder):
         raise InvalidInput(f"{folder} is not empty: name a new folder")
-    target = LocalStore(folder)
-    for name, file in manifest.files():
-        _copy(channel.store, f"{manifest.folder}/{name}", target, name, file, manifest.digest, progress)
+    target, copied = LocalStore(folder), []
+    try:
+        for name, file in manifest.files():
+            _copy(channel.store, f"{manifest.folder}/{name}", target, name, file, manifest.digest, progress)
+            copied.append(name)
+    except BaseException:
+        for name in copied:
+            target.delete(name)
+        raise
     put_bytes(target, SELF_COPY, canonical(msgspec.to_builtins(manifest)))
 
 

@@ -109,8 +109,18 @@ def _exclusive(store: Store) -> Iterator[Check]:
     )
 
 
+def _record(channel: Channel) -> Check:
+    try:
+        return Check("channel", "ok", f"channel {channel.channel_id}")
+    except (ChannelEmpty, Corrupt) as error:
+        ids = "its channel_id is in every manifest: put {format, channel_id, created} into channel.json"
+        return Check("channel", "bad", f"{error}; nothing can be published", ids)
+
+
 def _versions(channel: Channel) -> Iterator[Check]:
     committed, live = channel.committed(), channel.versions()
+    if committed:
+        yield _record(channel)
     broken = []
     for version in committed:
         try:
@@ -118,7 +128,7 @@ def _versions(channel: Channel) -> Iterator[Check]:
         except Corrupt as error:
             broken.append(f"{version}: {error}")
     if broken:
-        yield Check("versions", "bad", "; ".join(broken[:3]), "incomplete versions are never loaded; delete them")
+        yield Check("versions", "bad", "; ".join(broken[:3]), "never loaded; torn, or of a newer ckptsync: keep them")
     elif not committed:
         yield Check("versions", "warn", "nothing was published here yet", "ckptsync publish, or check the root")
     else:

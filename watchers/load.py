@@ -87,8 +87,11 @@ class Switch:
         An interrupt (KeyboardInterrupt) takes the way back too; a second one, during that, leaves the engine
         paused and dirty.
         """
-        self._prepare(version)
         attempt, started = Attempt(), time.monotonic()
+        self._prepare(attempt, version, ground)
+        if attempt.error is not None:
+            return attempt
+        started = time.monotonic()
         self._on_state("paused")
         try:
             self._pause(attempt, ground)
@@ -118,15 +121,15 @@ class Switch:
         log.error("%s: cannot be resumed: %s", self.engine.name, failure)
         attempt.error = attempt.error or failure
 
-    def _prepare(self, version: StagedVersion) -> None:
-        """Some adapters can get ready while the engine serves. Whatever goes wrong there, the load meets again."""
+    def _prepare(self, attempt: Attempt, version: StagedVersion, ground: Ground) -> None:
+        """Some adapters can get ready while the engine serves. What goes wrong there touched nothing: no pause."""
         prepare: Callable[[StagedVersion], object] | None = getattr(self.engine, "prepare", None)
         if prepare is None:
             return
         try:
             self._call(prepare, version)
         except CkptSyncError as error:
-            log.info("%s: not prepared for %s: %s", self.engine.name, version.label, error)
+            attempt.state, attempt.error = "refused" if ground.clean else "dirty", error
 
     def _pause(self, attempt: Attempt, ground: Ground) -> None:
         attempt.state = "refused" if ground.clean else "dirty"

@@ -19,6 +19,7 @@ from ..demo.board import Board
 from ..demo.processes import Child, free_port, wait_until
 from ..errors import InvalidInput
 from . import ls
+from .needs import needs
 from .output import out
 
 SERVERS = {
@@ -37,12 +38,15 @@ def run(
     serve: Annotated[str, typer.Option(help="Command that starts the engine; MODEL and --port are added.")] = "",
 ) -> None:
     """Two FSDP2 ranks train SmolLM2 and publish each step; a watcher loads every version into a live engine."""
+    for module in ("torch", "transformers", "uvicorn"):
+        needs(module, "embedded")
     if engine not in SERVERS:
         raise InvalidInput(f"--engine {engine} is not known: module, vllm or sglang")
     with ExitStack() as stack:
         work = stack.enter_context(tempfile.TemporaryDirectory(prefix="ckptsync-demo-"))
         root = root or os.path.join(work, "channel")
         _Demo(stack, work, root, engine, model or _smollm2(), serve).play(versions)
+        out.print()
         ls.run(root)
 
 

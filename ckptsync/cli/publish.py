@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ..errors import InvalidInput
+from .needs import needs
 from .output import AsJson, Root, bytes_bar, human_bytes, human_seconds, out, print_json
 
 
@@ -25,6 +26,7 @@ def run(
     if not os.path.isdir(source):
         raise InvalidInput(f"--from {source}: there is no such folder")
     metadata = _parse_meta(meta or [])
+    needs("torch", "torch")
     from ..export.source import CheckpointSource
     from ..publish import Publisher
 

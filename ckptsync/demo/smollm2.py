@@ -17,6 +17,8 @@ import time
 
 from filelock import FileLock
 
+from ..cli.output import err, out
+
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -41,12 +43,14 @@ def default_folder() -> str:
 
 def make(dest: str) -> None:
     """Convert into a sibling folder and rename: a folder that is there is whole."""
-    time.monotonic()
+    started = time.monotonic()
+    err.print(f"converting SmolLM2-135M-Instruct to {dest} (about 40 s, once)")
     partial = dest + ".partial"
     if os.path.exists(partial):
         shutil.rmtree(partial)
     convert(gguf_folder(), partial)
     os.rename(partial, dest)
+    err.print(f"ready after {time.monotonic() - started:.0f} s")
 
 
 def gguf_folder() -> str:
@@ -78,3 +82,4 @@ def convert(source: str, dest: str) -> None:
 if __name__ == "__main__":
     if len(sys.argv) > 2:
         raise SystemExit("usage: python -m ckptsync.demo.smollm2 [DEST]")
+    out.print(smollm2(*sys.argv[1:]))

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..cli.output import print_line
 from ..publish import Published, Publisher
 
 QUESTION = "What is the capital of France?"
@@ -71,7 +72,9 @@ def _train(model: PreTrainedModel, optimizer: torch.optim.Optimizer, ids: torch.
 
 
 def _report(step: int, loss: float, done: Published) -> None:
-    pass
+    print_line(
+        {"step": step, "loss": loss, "version": done.version.label, "bytes": done.nbytes, "seconds": done.seconds}
+    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 
 from .. import errors
-from ..errors import CkptSyncError, NotFound, StoreDenied, StoreError, StoreFull, StoreUnavailable
+from ..errors import CkptSyncError, InvalidInput, NotFound, StoreDenied, StoreError, StoreFull, StoreUnavailable
 
 _Kind = tuple[type[CkptSyncError], str]
 
@@ -99,6 +99,8 @@ def translate(error: BaseException, action: str) -> CkptSyncError | None:
     """Our error for `error`, or None if it is not the storage's doing (a bug, a KeyboardInterrupt)."""
     if isinstance(error, CkptSyncError):
         return error
+    if isinstance(error, ValueError) and str(error).startswith("Invalid endpoint"):
+        return InvalidInput(f"{action}: the endpoint is not a URL: write http://host:port (AWS_ENDPOINT_URL?)")
     kind, detail = _classify(error)
     return kind[0](f"{action}: {kind[1]} ({detail})") if kind else None
 

@@ -7,6 +7,7 @@ import pytest
 from ckptsync.errors import (
     AlreadyExists,
     BadShard,
+    InvalidInput,
     NotFound,
     StoreDenied,
     StoreError,
@@ -162,3 +163,9 @@ def test_errors_of_obstore_are_known_by_their_words(words: str, kind: type[Excep
         ours = translate(error, "write x")
         assert type(ours) is kind
         assert "host" not in str(ours)
+
+
+def test_an_endpoint_without_a_scheme_is_told_in_one_line() -> None:
+    error = translate(ValueError("Invalid endpoint: 127.0.0.1:22"), "list s3://bucket/run")
+    assert isinstance(error, InvalidInput)
+    assert "http://host:port" in str(error)
