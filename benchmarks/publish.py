@@ -7,18 +7,11 @@ Each round runs both, in turning order. `of plain` is the median over the rounds
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shutil
-import sys
-import tempfile
-from dataclasses import asdict
 
-from rich.console import Console
-
-from benchmarks.common import Row, compare, load
-from benchmarks.shards import Shards, table
+from benchmarks.common import Row, compare
+from benchmarks.shards import Shards, command
 from ckptsync.publish import Publisher
 
 
@@ -46,18 +39,7 @@ def _publish(publisher: Publisher, shards: Shards) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gb", type=float, default=2.0)
-    parser.add_argument("--root", help="a folder on the disk to be measured; not tmpfs")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=options.root) as root:
-        rows = run(root, options.gb, options.rounds)
-    if options.json:
-        json.dump({"rows": [asdict(row) for row in rows], "load": load()}, sys.stdout)
-    else:
-        Console().print(table(rows), load())
+    command(__doc__, run)
 
 
 if __name__ == "__main__":

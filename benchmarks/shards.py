@@ -21,6 +21,7 @@ import mmap
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
@@ -143,19 +144,24 @@ def table(rows: list[Row]) -> Table:
     return out
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def command(description: str | None, measure: Callable[[str, float, int], list[Row]]) -> None:
+    """The command line of a benchmark whose rows are contenders on one disk."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=2.0)
     parser.add_argument("--root", help="a folder on the disk to be measured; not tmpfs")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.root) as root:
-        rows = run(root, options.gb, options.rounds)
+        rows = measure(root, options.gb, options.rounds)
     if options.json:
         json.dump({"rows": [asdict(row) for row in rows], "load": load()}, sys.stdout)
     else:
         Console().print(table(rows), load())
+
+
+def main() -> None:
+    command(__doc__, run)
 
 
 if __name__ == "__main__":
