@@ -1,6 +1,7 @@
 """The pause for a full version on a real GPU: copy plan against stock `reload_weights` and the pinned-copy limit.
 
     python -m benchmarks.gpu_pause [--shape 4b|tiny] [--work /dev/shm/gpu-pause] [--rounds 5] [--json FILE]
+                                   [--change 0.01]
 
 Runs vLLM in this process with the plugin registered, on two random versions of one Qwen3 shape. In one run:
 
@@ -9,6 +10,10 @@ Runs vLLM in this process with the plugin registered, on two random versions of 
 - plan     start, update, finish through the plugin, after `prepare` has gathered the pinned pieces, with the
            read-back proof inside; the proof's own time is also shown alone
 - outputs  greedy tokens and logprobs after each, which must be equal for equal weights
+- change   with `--change`, a third version of which that share of the elements differs, back and forth: see
+           `gpu_pause_change`
+
+What is measured is said on stderr at once, and written to the file even if a later step fails.
 
 Needs vLLM >= 0.26 with its dependencies, xxhash and tenacity. For a machine without a network, a folder to put on
 PYTHONPATH there:
@@ -17,7 +22,7 @@ PYTHONPATH there:
         --target extra xxhash tenacity
 
 Exit status 1 if the outputs differ or, on CUDA, if a bar is missed: plan <= 1.15 x limit, stock >= 5 x plan,
-proof <= 50 ms.
+proof <= 50 ms, pause for 1 % <= 40 ms.
 """
 
 from __future__ import annotations
@@ -29,69 +34,34 @@ import shutil
 import statistics
 import sys
 import threading
-import time
 import uuid
-from collections.abc import Callable
 from typing import Any
-
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("DO_NOT_TRACK", "1")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 import torch
 
+from benchmarks import in_worker
+from benchmarks.gpu_common import DEVICE, compare, copy_limit, note, rounds, seconds
+from benchmarks.gpu_pause_change import change_table, crossover, measure_change
+from benchmarks.shapes import SHAPES, layers_of
 from ckptsync.digest import DEFAULT, digest
 from ckptsync.engine import StagedVersion
 from ckptsync.layout import SELF_COPY
 from ckptsync.manifest import FileEntry, Manifest, TensorEntry, Track, combined_content, seal
 from ckptsync.shards.tensors import spec_of, tensor_bytes
 
-SHAPES = {
-    "4b": {
-        "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True,
-    },
-    "tiny": {
-        "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 288, "tie_word_embeddings": True,
-    },
-}  # fmt: skip
 SHARD = 2 << 30
 PROMPTS = ([1, 2, 3, 4, 5], [200, 100, 50, 25], [7 * i % 251 for i in range(300)])
 
 
-def layers_of(shape: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes in model order."""
-    hidden, inner, head = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
-    q, kv = shape["num_attention_heads"] * head, shape["num_key_value_heads"] * head
-    found: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (shape["vocab_size"], hidden))]
-    for i in range(shape["num_hidden_layers"]):
-        at = f"model.layers.{i}."
-        found += [
-            (at + "input_layernorm.weight", (hidden,)),
-            (at + "self_attn.q_proj.weight", (q, hidden)),
-            (at + "self_attn.k_proj.weight", (kv, hidden)),
-            (at + "self_attn.v_proj.weight", (kv, hidden)),
-            (at + "self_attn.o_proj.weight", (hidden, q)),
-            (at + "self_attn.q_norm.weight", (head,)),
-            (at + "self_attn.k_norm.weight", (head,)),
-            (at + "post_attention_layernorm.weight", (hidden,)),
-            (at + "mlp.gate_proj.weight", (inner, hidden)),
-            (at + "mlp.up_proj.weight", (inner, hidden)),
-            (at + "mlp.down_proj.weight", (hidden, inner)),
-        ]
-    return [*found, ("model.norm.weight", (hidden,))]
-
-
-def make_version(folder: str, shape: dict[str, Any], number: int, device: str) -> StagedVersion:
-    """A random checkpoint with the manifest that a stage seals."""
+def make_version(
+    folder: str, shape: dict[str, Any], seed: int, device: str, *, number: int = 0, change: float = 0.0
+) -> StagedVersion:
+    """A random checkpoint with the manifest that a stage seals; that of the seed, with this share of it changed by the
+    last bit."""
     from safetensors.torch import save_file
 
     os.makedirs(folder)
-    generator = torch.Generator(device).manual_seed(number)
+    generator, luck = (torch.Generator(device).manual_seed(each) for each in (seed, seed + 1000))
     files: list[FileEntry] = []
     tensors: list[TensorEntry] = []
     shard: dict[str, torch.Tensor] = {}
@@ -113,7 +83,10 @@ def make_version(folder: str, shape: dict[str, Any], number: int, device: str) -
     for name, size in layers_of(shape):
         mean = 1.0 if len(size) == 1 else 0.0
         values = torch.randn(size, generator=generator, device=device).mul_(0.05).add_(mean)
-        shard[name] = values.to(torch.bfloat16).cpu()
+        values = values.to(torch.bfloat16)
+        if change:
+            values.view(torch.int16).bitwise_xor_(torch.rand(size, generator=luck, device=device) < change)
+        shard[name] = values.cpu()
         if sum(tensor.nbytes for tensor in shard.values()) > SHARD:
             flush()
     flush()
@@ -122,7 +95,7 @@ def make_version(folder: str, shape: dict[str, Any], number: int, device: str) -
     tracks = {"model": Track(files=tuple(files), tensors=tuple(tensors))}
     manifest, data = seal(
         Manifest(
-            channel_id="bench", epoch=1, number=number, nonce=uuid.uuid4().hex[:8], run_id="bench", created=0.0,
+            channel_id="bench", epoch=1, number=number or seed, nonce=uuid.uuid4().hex[:8], run_id="bench", created=0.0,
             digest=DEFAULT, content_digest=combined_content(tracks), tracks=tracks,
         )
     )  # fmt: skip
@@ -142,29 +115,6 @@ def config_of(shape: dict[str, Any]) -> dict[str, Any]:
 def write_json(folder: str, name: str, content: dict[str, Any]) -> None:
     with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
         json.dump(content, file)
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def seconds(work: Callable[[], Any]) -> float:
-    synchronize()
-    started = time.perf_counter()
-    work()
-    synchronize()
-    return time.perf_counter() - started
-
-
-def copy_limit(nbytes: int, rounds: int) -> float:
-    """Seconds for one copy of that size from pinned memory to the device, best of the rounds."""
-    if not torch.cuda.is_available():
-        source, target = torch.ones(nbytes, dtype=torch.uint8), torch.empty(nbytes, dtype=torch.uint8)
-        return min(seconds(lambda: target.copy_(source)) for _ in range(rounds))
-    source = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-    return min(seconds(lambda: target.copy_(source, non_blocking=True)) for _ in range(rounds + 1))
 
 
 class Engine:
@@ -227,73 +177,54 @@ class Engine:
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": version.folder})
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    shutil.rmtree(args.work, ignore_errors=True)
-    os.makedirs(args.work)
-    a, b = (make_version(os.path.join(args.work, n), SHAPES[args.shape], i, device) for i, n in enumerate("ab", 1))
+def measure(args: argparse.Namespace, result: dict[str, Any]) -> tuple[Engine, StagedVersion]:
+    """All but the change. The engine, and the version that it holds then."""
+    folders = [os.path.join(args.work, name) for name in "ab"]
+    a, b = (make_version(folder, SHAPES[args.shape], i, DEVICE) for i, folder in enumerate(folders, 1))
     nbytes = sum(entry.spec.nbytes for entry in a.manifest.tracks["model"].tensors)
-    result: dict[str, Any] = {"shape": args.shape, "bytes": nbytes, "device": device_name(), **library_versions()}
+    note(result, shape=args.shape, bytes=nbytes, device=device_name(), **library_versions())
     # Before vLLM takes its share of the memory.
-    result["limit"] = copy_limit(nbytes, args.rounds)
+    note(result, limit=copy_limit(nbytes, args.rounds))
+    if args.change:
+        note(result, crossover=crossover(DEVICE))
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     engine = Engine(a.folder, args)
     of_a = engine.outputs()
-    result["stock_all"] = [seconds(lambda v=v: engine.stock(v)) for v in (b, a, b)]
+    note(result, stock_all=[seconds(lambda v=v: engine.stock(v)) for v in (b, a, b)])
     of_b = engine.outputs()
-    result["first_update"] = seconds(lambda: engine.update(a))
+    note(result, first_update=seconds(lambda: engine.update(a)))
     first = engine.engine.outcome
-    result["first_path"], result["first_proof"] = first.path, first.proof
+    note(result, first_path=first.path, first_proof=first.proof)
     plan = engine.engine.live._plan
     if plan is None:
         raise SystemExit(f"no plan: {engine.engine.live._why}")
-    result["copies"] = len(plan.copies)
-    result["plan_seconds"] = plan_seconds(engine, plan)
-    rounds(engine, (b, a), args.rounds, result)
-    result["proof_alone"] = proof_alone(engine, plan, args.rounds)
+    note(result, copies=len(plan.copies), plan_seconds=plan_seconds(engine, plan))
+    note(result, **rounds(engine, (b, a), args.rounds))
+    note(result, copies_alone=copies_alone(engine, plan, b, args.rounds))
+    note(result, proof_alone=in_worker.proof_alone(engine.worker, args.rounds))
     engine.update(b)
-    compare(result, "outputs_b_equal_stock", engine.outputs(), of_b)
+    note(result, **compare("outputs_b_equal_stock", engine.outputs(), of_b))
     engine.update(a)
-    compare(result, "outputs_a_equal_start", engine.outputs(), of_a)
-    result["versions_differ"] = of_a[0] != of_b[0]
-    return result
-
-
-def compare(result: dict[str, Any], name: str, found: Any, expected: Any) -> None:
-    """Tokens must be equal; how far the logprobs are apart is reported, since not every kernel is deterministic."""
-    (tokens, logprobs), (others, other_logprobs) = found, expected
-    result[name] = tokens == others
-    pairs = ((x, y) for a, b in zip(logprobs, other_logprobs, strict=True) for x, y in zip(a, b, strict=True))
-    result[name + "_logprob_difference"] = max(abs(x - y) for x, y in pairs)
-
-
-def rounds(engine: Engine, versions: tuple[StagedVersion, StagedVersion], count: int, result: dict[str, Any]) -> None:
-    pauses, proofs, prepares = [], [], []
-    for i in range(2 * count):
-        version = versions[i % 2]
-        prepares.append(seconds(lambda v=version: engine.prepare(v)))
-        pauses.append(seconds(lambda v=version: engine.update(v)))
-        outcome = engine.engine.outcome
-        if outcome.path != "plan":
-            raise SystemExit(f"round {i} took the {outcome.path}: {outcome.why}")
-        proofs.append(outcome.proof_seconds)
-    result |= {"proof_kind": outcome.proof, "pause_all": pauses, "proof_all": proofs, "prepare_all": prepares}
+    note(result, **compare("outputs_a_equal_start", engine.outputs(), of_a))
+    note(result, versions_differ=of_a[0] != of_b[0])
+    return engine, a
 
 
 def plan_seconds(engine: Engine, plan: Any) -> float:
-    from watchers.vllm_plugin.copy_plan import trace
+    from watchers.live.copy_plan import trace
 
     return seconds(lambda: trace(engine.engine.live.model, plan.layouts))
 
 
-def proof_alone(engine: Engine, plan: Any, count: int) -> float:
-    """Sums of all live values, without waiting for copies."""
-    from watchers.vllm_plugin.copy_plan import targets_of
-    from watchers.vllm_plugin.readback import live_views, sums
+def copies_alone(engine: Engine, plan: Any, version: StagedVersion, count: int) -> float:
+    """The plan's copies from the pinned pieces, without a proof or a call to a worker."""
+    from watchers.live.copy_plan import apply, targets_of
 
-    views = live_views(plan, targets_of(engine.engine.live.model))
-    return min(seconds(lambda: sums(views).cpu()) for _ in range(count + 1))
+    live = engine.engine.live
+    targets = targets_of(live.model)
+    found = live._payload.of(version.folder, plan, targets, live._checked(version), pinned=torch.cuda.is_available())
+    return min(seconds(lambda: apply(plan, targets, found.pieces)) for _ in range(count + 1))
 
 
 def device_name() -> str:
@@ -328,7 +259,9 @@ def table(result: dict[str, Any]) -> str:
     rows = [
         ("limit: pinned copy", result["limit"]),
         ("plan: start, update with proof, finish", result["pause"]),
-        ("  of which the read-back proof", result["proof"]),
+        ("  of which in the worker's update", statistics.median(result["inside_all"])),
+        ("  of which the read-back proof, beyond the copies", result["proof"]),
+        ("  the plan's copies alone, best", result["copies_alone"]),
         ("  the proof alone, best", result["proof_alone"]),
         ("stock reload_weights", result["stock"]),
         ("before the pause: prepare (pinned)", statistics.median(result["prepare_all"])),
@@ -350,16 +283,26 @@ def main() -> int:
     parser.add_argument("--work", default="/dev/shm/gpu-pause")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--graphs", action="store_true", help="with CUDA graphs for decoding")
+    parser.add_argument("--change", type=float, default=0.0, help="share of elements that differ, such as 0.01")
     parser.add_argument("--json", default="")
     args = parser.parse_args()
+    in_worker.arrange()
+    result: dict[str, Any] = {}
+    shutil.rmtree(args.work, ignore_errors=True)
+    os.makedirs(args.work)
     try:
-        result = judged(measure(args))
+        engine, held = measure(args, result)
+        print(table(judged(result)), flush=True)
+        if args.change:
+            folder = os.path.join(args.work, "change")
+            other = make_version(folder, SHAPES[args.shape], 1, DEVICE, number=3, change=args.change)
+            measure_change(engine, held, other, args, result)
+            print(change_table(result), flush=True)
     finally:
         shutil.rmtree(args.work, ignore_errors=True)
-    print(table(result), flush=True)
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(result, file, indent=1)
+        if args.json:
+            with open(args.json, "w", encoding="utf-8") as file:
+                json.dump(result, file, indent=1)
     return 0 if all(result["bars"].values()) else 1
 
 

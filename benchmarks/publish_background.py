@@ -50,7 +50,7 @@ def shards(model: nn.Module) -> list[torch.Tensor]:
 def slowest(seconds: float) -> float:
     if not dist.is_initialized():
         return seconds
-    box = torch.tensor(seconds)
+    box = torch.tensor(seconds, device="cpu")
     dist.all_reduce(box, op=dist.ReduceOp.MAX)
     return float(box)
 
@@ -111,13 +111,17 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--root", default=None, help="where to publish")
-    parser.add_argument("--cuda", action="store_true", help="the model is on the GPU; one rank")
+    parser.add_argument("--cuda", action="store_true", help="each rank on its own GPU, over NCCL")
     options = parser.parse_args()
     root = tempfile.mkdtemp(dir=options.root)
     device = "cuda" if options.cuda else "cpu"
     try:
         args = (root, options.gb, options.pairs, device)
-        facts = [measure(0, *args)] if options.ranks == 1 else returned(run_ranks(options.ranks, measure, *args))
+        facts = (
+            [measure(0, *args)]
+            if options.ranks == 1
+            else returned(run_ranks(options.ranks, measure, *args, cuda=options.cuda))
+        )
     finally:
         shutil.rmtree(root)
     report(facts[0], options.ranks)

@@ -1,33 +1,30 @@
 """Stage and verify against plain O_DIRECT reads of the same bytes, paired in one run.
 
-    python -m benchmarks.stage [--gb 2] [--stage /dev/shm] [--root FOLDER] [--rounds 5] [--json]
+    python -m benchmarks.stage [--gb 2] [--root FOLDER] [--rounds 5] [--json]
 
 Each round reads the published files once with four threads of 16 MiB O_DIRECT reads into one reused buffer
-each, and stages them once (reading, digesting, writing the stage), in turning order.
+each, and stages them once in /dev/shm (reading, digesting, writing the stage), in turning order.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import mmap
 import os
 import shutil
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from functools import partial
 
-from rich.console import Console
-
-from benchmarks.common import Row, compare, load
-from benchmarks.shards import table
+from benchmarks.common import Row, compare
+from benchmarks.shards import command
 from ckptsync.manifest import Manifest, TensorSpec
 from tests.watcher.publish import TestPublisher
 from watchers.stage import Stage
 
 CHUNK, IN_FLIGHT = 16 << 20, 4
 """Of the plain reads."""
+
+STAGE = "/dev/shm"
 
 
 def published(root: str, gb: float) -> tuple[TestPublisher, Manifest]:
@@ -53,35 +50,25 @@ def plain_reads(paths: list[str]) -> None:
         os.close(handle)
 
 
-def run(root: str, stage: str, gb: float, rounds: int) -> list[Row]:
+def run(root: str, gb: float, rounds: int) -> list[Row]:
     publisher, manifest = published(root, gb)
     paths = [os.path.join(root, manifest.folder, name) for name, _ in manifest.files()]
     shards = [path for path in paths if path.endswith(".safetensors")]
+    with tempfile.TemporaryDirectory(dir=STAGE) as stage:
 
-    def staged() -> None:
-        cache = Stage(stage)
-        cache.stage(publisher.channel, manifest)
-        cache.close()
+        def staged() -> None:
+            cache = Stage(stage)
+            cache.stage(publisher.channel, manifest)
+            cache.close()
 
-    contenders = {"plain O_DIRECT": lambda: plain_reads(shards), "Stage.stage": staged}
-    empty = os.path.join(stage, manifest.channel_id)
-    return compare("stage", manifest.nbytes / 1e9, rounds, contenders, lambda: shutil.rmtree(empty, ignore_errors=True))
+        contenders = {"plain O_DIRECT": lambda: plain_reads(shards), "Stage.stage": staged}
+        empty = os.path.join(stage, manifest.channel_id)
+        clear = partial(shutil.rmtree, empty, ignore_errors=True)
+        return compare("stage", manifest.nbytes / 1e9, rounds, contenders, clear)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gb", type=float, default=2.0)
-    parser.add_argument("--stage", default="/dev/shm")
-    parser.add_argument("--root", default=None, help="where to publish; a folder on the disk to be read")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=options.root) as root, tempfile.TemporaryDirectory(dir=options.stage) as stage:
-        rows = run(root, stage, options.gb, options.rounds)
-    if options.json:
-        json.dump({"rows": [asdict(row) for row in rows], "load": load()}, sys.stdout)
-    else:
-        Console().print(table(rows), load())
+    command(__doc__, run)
 
 
 if __name__ == "__main__":

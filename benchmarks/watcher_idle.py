@@ -20,7 +20,7 @@ import time
 from multiprocessing.connection import Connection
 
 from benchmarks.common import load
-from tests.faults.engines import FakeEngine
+from ckptsync.testing.engines import FakeEngine
 from tests.watcher.publish import SCHEMA, TestPublisher
 from watchers.health import Health
 from watchers.watcher import Watcher

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from .digest import sha256
 from .errors import InvalidInput
-from .manifest import TensorEntry, check_basename, schema_digest
+from .manifest import MAIN_TRACK, TensorEntry, check_basename, schema_digest
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +30,36 @@ PATTERNS = (
 
 CODE = (".py", ".pyc", ".so", ".pkl", ".pt", ".bin")
 """Never copied, whatever the name: it would be run on the engine's host."""
+
+
+Folders = str | PathLike[str] | Mapping[str, str | PathLike[str]]
+"""A folder for the one track, or one for each track by name."""
+
+
+def folders_of(folders: Folders | None, tracks: Iterable[str]) -> dict[str, str]:
+    """Track -> its folder. InvalidInput for what is no folder's path, or one of no track, or cannot be listed."""
+    if isinstance(folders, str | PathLike):
+        folders = {MAIN_TRACK: folders}
+    if folders is not None and not isinstance(folders, Mapping):
+        raise InvalidInput(f"assets={folders!r}: must be a folder, or a dict from each track's name to its folder")
+    tracks = sorted(tracks)
+    return {_known(track, tracks): _listable(folder) for track, folder in (folders or {}).items()}
+
+
+def _known(track: str, tracks: Sequence[str]) -> str:
+    if track not in tracks:
+        raise InvalidInput(f"assets: there is no track {track!r}, only {', '.join(tracks)}")
+    return track
+
+
+def _listable(folder: object) -> str:
+    if not isinstance(folder, str | PathLike) or isinstance(path := os.fspath(folder), bytes):
+        raise InvalidInput(f"assets: {folder!r} is no folder's path: give a str or a pathlib.Path")
+    try:
+        os.listdir(path)
+    except (OSError, ValueError) as error:  # ValueError: a zero byte
+        raise InvalidInput(f"assets={path!r}: {getattr(error, 'strerror', '') or error}") from error
+    return path
 
 
 def assets_of(model: object, folder: str | None, dtype: torch.dtype | None) -> dict[str, bytes]:
@@ -104,7 +135,9 @@ def model_facts(tensors: Iterable[TensorEntry], assets: Mapping[str, bytes]) -> 
 
 def _architecture(config: bytes) -> dict[str, str]:
     try:
-        names = json.loads(config).get("architectures")
+        names = json.loads(config).get("architectures") or []
     except (ValueError, AttributeError) as error:
         raise InvalidInput(f"{CONFIG} is not a JSON object: {error}") from error
+    if not isinstance(names, list):
+        raise InvalidInput(f"{CONFIG}: architectures is {names!r}, and not a list of names")
     return {"architecture": str(names[0])} if names else {}

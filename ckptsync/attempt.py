@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
-from .digest import digest
+from . import logs
+from .digest import Bytes, digest
 from .errors import CkptSyncError, InvalidInput
 from .manifest import MAIN_TRACK, FileEntry, TensorEntry, TensorSpec, data_folder
 from .shards.index import INDEX_NAME, index_bytes
@@ -22,10 +22,22 @@ from .version import VersionId
 if TYPE_CHECKING:
     import torch
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 T = TypeVar("T")
 Named = tuple[str, "torch.Tensor"]
+Observe = Callable[[str, TensorSpec, memoryview], None]
+"""Told of the track, the tensor and its bytes, which may be reused afterwards."""
+
+
+class Nowhere:
+    """A writer whose file never comes to be."""
+
+    def write(self, data: Bytes) -> None: ...
+
+    def commit(self) -> None: ...
+
+    def abort(self) -> None: ...
 
 
 class Stopwatch:
@@ -77,8 +89,22 @@ class Attempt:
         self.paths: list[str] = []
         """Every file that was begun, relative to the root."""
 
+        self.inherits: Callable[[str, FileEntry], bool] = lambda *_: False
+        """Whether a small file (path and entry) need not be written, since a delta's bases all have it."""
+
+        self.stored: list[str] = []
+        """The small files that were written, relative to the data folder."""
+
         self.algorithm, self.watch, self.progress = algorithm, watch, progress
         self._store, self._folder = store, data_folder(version, self.nonce)
+
+    def put(self, name: str, data: bytes) -> FileEntry:
+        """One small file that the manifest lists, written unless it is inherited; `name` is as for `write`."""
+        entry = FileEntry(name=name.rpartition("/")[2], size=len(data), digest=digest(data, self.algorithm))
+        if not self.inherits(name, entry):
+            self.put_unlisted(name, data)
+            self.stored.append(name)
+        return entry
 
     def put_unlisted(self, name: str, data: bytes) -> None:
         """A file that the manifest cannot list: its own copy."""
@@ -104,23 +130,33 @@ class Attempt:
             for path in self.paths:
                 self._store.delete(path)
         except CkptSyncError as error:
-            log.warning("%s was not cleaned up and is left to be swept: %s", self._folder, error)
+            log.warning(
+                "%s was not cleaned up and is left to be swept: %s",
+                self._folder,
+                error,
+                extra=logs.about(self.version, event="not-cleaned-up"),
+            )
 
 
 class TrackFiles:
-    """What one rank writes of one track, and what the manifest will say of it."""
+    """What one rank writes of one track, and what the manifest will say of it.
 
-    def __init__(self, attempt: Attempt, track: str = MAIN_TRACK) -> None:
+    `observe` is shown every tensor's bytes. Without `keep` shards are planned and digested, and go nowhere.
+    """
+
+    def __init__(
+        self, attempt: Attempt, track: str = MAIN_TRACK, *, observe: Observe | None = None, keep: bool = True
+    ) -> None:
         self.files: list[FileEntry] = []
         self.tensors: dict[str, TensorEntry] = {}
         self.plans: list[ShardPlan] = []
         self._attempt = attempt
+        self._track, self._observe, self._keep = track, observe, keep
         self._prefix = "" if track == MAIN_TRACK else f"{track}/"
 
     def put(self, name: str, data: bytes) -> None:
         """One small file beside the shards, listed in the manifest."""
-        self._attempt.put_unlisted(self._prefix + name, data)
-        self.files.append(FileEntry(name=name, size=len(data), digest=digest(data, self._attempt.algorithm)))
+        self.files.append(self._attempt.put(self._prefix + name, data))
 
     def write_planned(self, tensors: Iterator[Named], plans: Sequence[ShardPlan]) -> None:
         """Stream `tensors` into the shards planned from their specs; holds one tensor at a time.
@@ -160,12 +196,17 @@ class TrackFiles:
 
     def _write_shard(self, plan: ShardPlan, tensors: Iterator[Named]) -> None:
         self.plans.append(plan)
-        writer, watch = self._attempt.write(self._prefix + plan.file), self._attempt.watch
+        writer = self._attempt.write(self._prefix + plan.file) if self._keep else Nowhere()
+        watch, specs = self._attempt.watch, {spec.name: spec for spec in plan.tensors}
         try:
             shard = ShardWriter(writer, plan, algorithm=self._attempt.algorithm)
             for name, tensor in _in_plan_order(plan.tensors, tensors):
                 with watch("write"):
-                    shard.add(name, tensor_bytes(tensor))
+                    data = tensor_bytes(tensor)
+                    shard.add(name, data)
+                if self._observe is not None:
+                    with watch("encode"):
+                        self._observe(self._track, specs[name], data)
                 self._attempt.progress(tensor.nbytes)
                 del tensor
             with watch("write"):

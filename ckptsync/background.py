@@ -11,7 +11,7 @@ from __future__ import annotations
 import atexit
 import concurrent.futures.thread  # its exit hook must be registered before ours, so that ours runs first
 import contextlib
-import logging
+import contextvars
 import os
 import signal
 import threading
@@ -21,12 +21,13 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from .errors import Busy, CkptSyncError
+from . import host, logs
+from .errors import Busy, CkptSyncError, StoreUnavailable
 
 if TYPE_CHECKING:
-    from .publish import Published
+    from .published import Published
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 CLEANUP_SECONDS = 5.0
 """How long a dropped version has to take its files away."""
@@ -49,6 +50,7 @@ class BackgroundPublish:
         self._future: concurrent.futures.Future[Published] = concurrent.futures.Future()
         self._thread: threading.Thread | None = None
         self._drop = threading.Event()
+        self._fields = logs.current()
         if skipped:
             self._future.set_exception(Busy("skipped: the background publish before it was not complete"))
 
@@ -88,22 +90,44 @@ class BackgroundPublish:
         if self._drop.is_set():
             raise Dropped("dropped: the process ended before the version was complete")
 
+    def checking(self, progress: Callable[[int], None]) -> Callable[[int], None]:
+        """`progress` that checks first."""
+
+        def moved(nbytes: int) -> None:
+            self.check()
+            progress(nbytes)
+
+        return moved
+
     def start(self, work: Callable[[], Published]) -> None:
-        self._thread = threading.Thread(target=self._run, args=(work,), name="ckptsync-background", daemon=True)
-        self._thread.start()
+        # The same mapping there and here: a line about its end says which version it was.
+        context, self._fields = contextvars.copy_context(), logs.current()
+        thread = threading.Thread(target=context.run, args=(self._run, work), name="ckptsync-background", daemon=True)
+        try:
+            with host.threads():
+                thread.start()
+        except StoreUnavailable as error:
+            # All the same: other ranks have begun, and wait for this one.
+            log.warning("published in the foreground: %s", error, extra={"event": "no-thread"})
+            self._run(work)
+        else:
+            self._thread = thread
 
     def _run(self, work: Callable[[], Published]) -> None:
         try:
             self._future.set_result(work())
         except BaseException as error:  # noqa: BLE001 - belongs to `result` and to the next publish
-            log.error("a background publish failed; the next publish raises it: %s", error)
+            kind = getattr(error, "kind", type(error).__name__)
+            more = {"event": "publish-failed", "kind": kind}
+            log.error("a background publish failed; the next publish raises it: %s", error, extra=more)
             self._future.set_exception(error)
 
     def finish(self, seconds: float) -> None:
         """Give it `seconds` to complete, else drop it."""
         if self.wait(seconds):
             return
-        log.warning("a background publish was not complete after %g s and is dropped", seconds)
+        more = {**self._fields, "event": "publish-dropped"}
+        log.warning("a background publish was not complete after %g s and is dropped", seconds, extra=more)
         self._drop.set()
         self.wait(CLEANUP_SECONDS)
 

@@ -8,90 +8,102 @@ with the store, and any number of processes may hold a Channel on the same root.
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
-import uuid
+from bisect import bisect_right
 from collections.abc import Mapping
+from functools import partial
+from os import PathLike
 
 import msgspec
 
-from . import epochs
+from . import epochs, logs
+from .absent import absent, none_whole
+from .canonical import canonical
+from .channel_record import check_not_mirror, check_there, create_record, read_record
+from .committing import create_manifest
 from .epochs import Epoch
 from .errors import (
-    AlreadyExists,
     BadManifest,
     ChannelEmpty,
     Corrupt,
+    InvalidInput,
     NotFound,
-    StoreError,
-    StoreUnavailable,
-    VersionExists,
+    Untrusted,
     VersionGone,
     VersionNotFound,
 )
-from .layout import CHANNEL, HEAD, MANIFESTS, lease_path, manifest_path, receipt_path, version_of
-from .manifest import FORMAT, MAX_BYTES, Manifest, canonical, decode
-from .store import open_store
+from .head import read_head, write_head
+from .layout import CHANNEL, COLLECTED, MANIFESTS, SENT, lease_path, manifest_path, receipt_path, version_of
+from .manifest import MAX_BYTES, Manifest, decode, seal
+from .replaced import replaced_manifests
+from .signing import Signer, Trust
+from .store import store_at
 from .store.base import Store, put_bytes, read_bytes
-from .store.probe import enforces_create
-from .version import VersionId, parse_query
+from .store.probe import enforces_create, is_there
+from .version import VersionId, VersionQuery, parse_query
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 LIST_EVERY = 10
 """`poll` lists at least once in so many calls, also when the head has not moved: a publisher may die between the
 commit and the head."""
 
 
-class ChannelRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """`channel.json`: written once, by whoever publishes first."""
-
-    format: int
-    channel_id: str
-    created: float
-
-
-class Head(msgspec.Struct, frozen=True, kw_only=True):
-    """`head.json`: a hint at the newest version, overwritten; a torn one is told by not parsing and is ignored."""
-
-    epoch: int
-    number: int
-    manifest_digest: str
-    length: int
-    claimed: int
-    """The newest epoch claimed, so that a resume to an earlier version wakes readers before its first publish."""
-
-
 class Channel:
     """Open one with `Channel.open` (reading; nothing is written) or `Channel.create` (publishing)."""
 
-    def __init__(self, store: Store) -> None:
-        self.store = store
+    def __init__(self, store: Store, *, trust: Trust | None = None, signer: Signer | None = None) -> None:
+        self.store, self.trust, self.signer = store, trust, signer
         self._claims: dict[int, Epoch | None] = {}
         self._manifests: dict[VersionId, Manifest] = {}
+        self._untrusted: set[int] = set()
         self._complained: set[tuple[VersionId, str]] = set()
         self._head: bytes | None = None
         self._newest: VersionId | None = None
+        self._live: list[VersionId] = []
         self._polls = 0
         self._channel_id = ""
 
     @classmethod
-    def open(cls, root: str | Store) -> Channel:
-        """A channel to read from. The root may be empty still, or not exist: a watcher may start first."""
-        return cls(open_store(root) if isinstance(root, str) else root)
+    def open(
+        cls,
+        root: str | PathLike[str] | Store,
+        *,
+        require_signature: str | Trust | None = None,
+        sign_key: str | Signer | None = None,
+    ) -> Channel:
+        """A channel to read from. The root may be empty still, or not exist: a watcher may start first.
+
+        `require_signature`: trusted public keys (see `Trust.load`); what none of them signed is passed over as if it
+        were not complete. `sign_key`: what is committed is signed (see `Signer.load`), and what it goes on from has to
+        be signed too, by the same key unless others are trusted.
+        """
+        # Not "if there is any": an empty setting, of a secret that is not there, must not mean "no signature needed".
+        signer = None if sign_key is None else Signer.load(sign_key)
+        trust = Trust.load(require_signature) if require_signature is not None else signer.trust if signer else None
+        return cls(store_at(root), trust=trust, signer=signer)
 
     @classmethod
-    def create(cls, root: str | Store) -> Channel:
-        """A channel to publish to; made if it is not there. Warns once if the store lets two writers both win."""
-        channel = cls.open(root)
+    def create(
+        cls,
+        root: str | PathLike[str] | Store,
+        *,
+        require_signature: str | Trust | None = None,
+        sign_key: str | Signer | None = None,
+    ) -> Channel:
+        """A channel to publish to; made if it is not there. Warns once if the store lets two writers both win.
+        InvalidInput for a root that is a file."""
+        channel = cls.open(root, require_signature=require_signature, sign_key=sign_key)
+        is_there(channel.store)
         try:
-            channel._channel_id = channel._read_record().channel_id
+            channel._channel_id = read_record(channel.store).channel_id
         except ChannelEmpty:
             channel._channel_id = channel._create_record()
         if not enforces_create(channel.store):
             log.warning(
                 "%s does not enforce create-if-absent: a second publisher is detected at its commit, not prevented",
                 channel.store.url,
+                extra={"event": "no-create-if-absent"},
             )
         return channel
 
@@ -99,7 +111,7 @@ class Channel:
     def channel_id(self) -> str:
         """Raises ChannelEmpty while nothing was ever published here."""
         if not self._channel_id:
-            self._channel_id = self._read_record().channel_id
+            self._channel_id = read_record(self.store).channel_id
         return self._channel_id
 
     # -- reading -----------------------------------------------------------------------------------------------
@@ -110,17 +122,33 @@ class Channel:
         Opening the head first is also what makes an NFS client look again at the folder (close-to-open). A name
         that may not exist yet is never probed: NFS remembers "absent" for a minute.
         """
-        head = self._read_head()
+        head = read_head(self.store)
         self._polls += 1
         if head is None or head != self._head or self._polls % LIST_EVERY == 0:
             self._newest = self._newest_complete()
             self._head = head
         return self._newest
 
+    @property
+    def newest(self) -> VersionId | None:
+        """What `poll` found last. Reads nothing, so any thread may ask."""
+        return self._newest
+
+    def lag(self, version: VersionId | None) -> int:
+        """How many live versions are newer than this one, as `poll` found them last. Reads nothing."""
+        newest, live = self._newest, self._live
+        if newest is None:
+            return 0
+        return max(0, bisect_right(live, newest) - (bisect_right(live, version) if version is not None else 0))
+
     def committed(self) -> list[VersionId]:
         """Every version with a manifest file, readable or not, live or left behind; ascending."""
         found = {v for entry in self.store.list(MANIFESTS) if (v := version_of(entry.path)) is not None}
         return sorted(found)
+
+    def _check_claim(self, data: bytes, path: str) -> None:
+        if self.trust is not None:
+            self.trust.check_claim(data, self.channel_id, path)
 
     def versions(self) -> list[VersionId]:
         """The live versions by name, ascending; a torn manifest is found out by `manifest`."""
@@ -129,9 +157,18 @@ class Channel:
     def claims(self) -> Mapping[int, Epoch | None]:
         """Every claimed epoch. Claims are immutable, so each is read once."""
         for number in epochs.claimed(self.store):
-            if self._claims.get(number) is None:
-                self._claims[number] = epochs.read_claim(self.store, number)
+            if self._claims.get(number) is None and number not in self._untrusted:
+                self._claims[number] = self._read_claim(number)
         return self._claims
+
+    def _read_claim(self, number: int) -> Epoch | None:
+        """One that nobody trusted signed is as good as unreadable: it moves no reader."""
+        try:
+            return epochs.read_claim(self.store, number, self._check_claim)
+        except Untrusted as error:
+            log.warning("a claim is ignored: %s", error, extra={"event": "claim-ignored", "epoch": number})
+            self._untrusted.add(number)
+            return None
 
     def manifest(self, version: VersionId) -> Manifest:
         """The commit record. VersionNotFound if absent, BadManifest or UnsupportedFormat if it is not whole."""
@@ -141,39 +178,63 @@ class Channel:
                 data = read_bytes(self.store, path, MAX_BYTES)
             except NotFound as error:
                 raise VersionNotFound(f"{self.store.url} has no complete version {version} ({path})") from error
-            self._remember(decode(data, expect=version))
+            try:
+                found = decode(data, expect=version)
+                if self.trust is not None:
+                    self.trust.check_manifest(found, self.channel_id)
+                self._remember(found)
+            except Corrupt as error:
+                raise type(error)(f"{path}: {error}") from error
         return self._manifests[version]
 
     def latest(self) -> Manifest:
         """The newest live, complete version. A version that is not whole is passed over with one warning.
 
-        ChannelEmpty if nothing was ever committed; BadManifest if versions are there and none is whole, which is
-        never to be mistaken for a fresh start.
+        ChannelEmpty if nothing was ever committed; BadManifest if versions are there and none is whole, or Untrusted
+        if none is signed by a trusted key, which is never to be mistaken for a fresh start.
         """
         newest = self._newest_complete()
         if newest is not None:
             return self.manifest(newest)
         if self.committed():
-            raise BadManifest(f"{self.store.url} holds versions, but none of them is complete and live")
+            raise none_whole(self.store.url, self._live, self.manifest)
         raise ChannelEmpty(f"{self.store.url} has no version yet: publish one, or check the root")
 
-    def resolve(self, text: str) -> Manifest:
-        """The manifest of `latest`, `42` (in the newest epoch that has it live, else the newest at all) or `e2-v42`."""
+    def resolve(self, text: str | int) -> Manifest:
+        """The manifest of `latest`, `42` (in the newest epoch that has it live, else the newest at all) or `e2-v42`.
+
+        VersionGone if it was there once, VersionNotFound if it cannot have been. BadManifest if
+        what is in its place is no file.
+        """
         query = parse_query(text)
         if query.number is None:
             return self.latest()
-        if query.epoch is not None:
-            return self.manifest(VersionId(query.epoch, query.number))
+        version = self.identify(text) if query.epoch is None else VersionId(query.epoch, query.number)
+        try:
+            return self.manifest(version)
+        except VersionNotFound:
+            raise self._absent(query) from None
+
+    def identify(self, text: str | int) -> VersionId:
+        """Which version `latest`, `42` or `e2-v42` is, though its manifest may be torn. Raises what `resolve` does."""
+        query = parse_query(text)
+        if query.number is None:
+            return self.latest().id
         for candidates in (self.versions(), self.committed()):
-            found = [v for v in candidates if v.number == query.number]
+            found = [v for v in candidates if v.number == query.number and query.epoch in {None, v.epoch}]
             if found:
-                return self.manifest(found[-1])
-        raise VersionNotFound(f"{self.store.url} has no complete version {query.number}")
+                return found[-1]
+        raise self._absent(query)
 
     def check_still_there(self, version: VersionId) -> None:
-        """VersionGone if the version was collected since its manifest was read."""
-        if version not in self.committed():
-            raise VersionGone(f"{version} was collected from {self.store.url} in the meantime")
+        """VersionGone if the version was collected since its manifest was read; StoreUnavailable if all is gone."""
+        # Opened, not looked for in a listing of every version: the name was there once, and opening a file is what
+        # an NFS client asks its server about.
+        try:
+            self.store.open(manifest_path(version)).close()
+        except NotFound:
+            check_there(self.store)
+            raise VersionGone(f"{version} was collected from {self.store.url} in the meantime") from None
 
     # -- writing -----------------------------------------------------------------------------------------------
 
@@ -182,19 +243,50 @@ class Channel:
 
         `resumed_from` is the version that the trainer goes on from; by default the newest live one. Readers leave
         the versions after it behind at once. By default numbers go on after every live version, complete or not, so
-        that a version which turns up broken and its replacement never share a number.
+        that a version which turns up broken and its replacement never share a number. IsMirror if the root is a copy.
         """
+        check_not_mirror(self.store)
         taken = self.versions()
         if resumed_from is not None:
             self.manifest(resumed_from)
             taken = [resumed_from]
         base = resumed_from or self._newest_complete()
-        epoch = epochs.claim(self.store, run_id, base, taken[-1].number + 1 if taken else 1)
+        if base is not None:
+            taken = sorted({*taken, base})  # an older trainer may have committed it since
+        self._check_may_follow(base)
+        sign = partial(self.signer.sign_claim, channel_id=self.channel_id) if self.signer else None
+        epoch = epochs.claim(self.store, run_id, base, taken[-1].number + 1 if taken else 1, sign)
         resumed_from = epoch.resumed_from
         self._claims[epoch.number] = epoch
         if resumed_from is not None:
-            self._write_head(self.manifest(resumed_from), epoch.number)
+            write_head(self.store, self.manifest(resumed_from), epoch.number)
         return epoch
+
+    def _check_may_follow(self, base: VersionId | None) -> None:
+        if base is not None and self.signer is None and self.manifest(base).signed:
+            raise InvalidInput(
+                f"{base} in {self.store.url} is signed: without a key to sign with, no reader that requires signatures "
+                "would load what comes after it (give sign_key, or --sign-key)"
+            )
+        if base is None and self.trust is not None and self.committed():
+            raise InvalidInput(
+                f"{self.store.url} has no version that is signed by a trusted key, and a signed one must not follow "
+                "just any: name the version to go on from (resumed_from), or trust its key (require_signature)"
+            )
+
+    def seal(self, manifest: Manifest, *, source: Manifest | None = None) -> tuple[Manifest, bytes]:
+        """The manifest with its own digest, signed if this channel has a key, and the bytes to store.
+
+        `source`: the version whose weights it has, if they were read from the store: Untrusted if it is not signed by
+        a trusted key, since the new signature would make anybody's weights good. InvalidInput if a signed version would
+        have digests that can be forged.
+        """
+        sealed, data = seal(manifest)
+        if self.signer is None:
+            return sealed, data
+        if source is not None and self.trust is not None:
+            self.trust.check_manifest(source, self.channel_id)
+        return self.signer.sign_manifest(sealed)
 
     def commit(self, epoch: Epoch, manifest: Manifest) -> Manifest:
         """Commit a version whose data is durable. The single point where it comes into being.
@@ -204,58 +296,73 @@ class Channel:
         known to be committed; calling again with the same manifest is safe.
         """
         epochs.check_fence(self.store, epoch)
-        data = canonical(msgspec.to_builtins(manifest))
-        decode(data, expect=manifest.id)
-        committed = self._create_manifest(manifest, data)
+        committed = create_manifest(self.store, manifest)
         self._remember(committed)
-        self._write_head(committed, epoch.number)
+        write_head(self.store, committed, epoch.number)
         return committed
 
-    def _create_manifest(self, manifest: Manifest, data: bytes) -> Manifest:
-        path = manifest_path(manifest.id)
-        try:
-            self.store.create(path, data)
-        except AlreadyExists:
-            return self._settle(manifest)
-        except StoreUnavailable:
-            # The answer was lost, not necessarily the write: only a read can tell.
-            try:
-                return self._settle(manifest)
-            except VersionNotFound:
-                pass
-            raise
-        return self._settle(manifest)
+    def refresh_head(self) -> None:
+        """Point the head at the newest version here; for who copied versions, or claims, to this root."""
+        newest = self._newest_complete()
+        if newest is not None:
+            write_head(self.store, self.manifest(newest), max(self._claims, default=newest.epoch))
 
-    def _settle(self, mine: Manifest) -> Manifest:
-        """Who owns the identity now? Read back after every create: some mounts let two creators both win."""
+    # -- versions without files --------------------------------------------------------------------------------
+
+    def note_sent(self, version: VersionId) -> None:
+        """Say that this version is about to reach engines without files; before the first engine has it."""
+        put_bytes(self.store, SENT, canonical({"epoch": version.epoch, "number": version.number}))
+
+    def newest_sent(self) -> VersionId | None:
+        """What `note_sent` said last; None if no trainer of this channel has ever sent without files."""
         try:
-            found = decode(read_bytes(self.store, manifest_path(mine.id), MAX_BYTES), expect=mine.id)
-        except NotFound as error:
-            raise VersionNotFound(f"{mine.id} is not there after its commit") from error
-        if found.nonce == mine.nonce or found.content_digest == mine.content_digest:
-            return found
-        raise VersionExists(
-            f"{mine.id} is already published by run {found.run_id} with other content; versions are immutable: "
-            "publish under the next number"
-        )
+            found = msgspec.json.decode(read_bytes(self.store, SENT, 1 << 16), type=dict[str, int])
+            return VersionId(found["epoch"], found["number"])
+        except (NotFound, msgspec.DecodeError, KeyError):
+            return None
 
     # -- receipts and leases -----------------------------------------------------------------------------------
 
     def write_receipt(self, reader: str, receipt: Mapping[str, object]) -> None:
-        """Say what this reader serves now. Overwrites its previous receipt."""
+        """Say what this reader serves now. Overwrites its previous receipt. StoreUnavailable where the channel is gone:
+        nothing is left in the folder under a mount, which some file systems then refuse to be mounted on."""
+        check_there(self.store)
         put_bytes(self.store, receipt_path(reader), canonical({"reader": reader, **receipt}))
 
+    def withdraw_receipt(self, reader: str) -> None:
+        """This reader has ended: it serves nothing that retention or back-pressure should go by."""
+        with contextlib.suppress(NotFound):
+            self.store.delete(receipt_path(reader))
+
+    def receipt(self, reader: str) -> Mapping[str, object]:
+        """What this reader said last; empty if it has said nothing, or nothing readable."""
+        try:
+            found = msgspec.json.decode(read_bytes(self.store, receipt_path(reader), 1 << 16), type=dict[str, object])
+        except (NotFound, msgspec.DecodeError):
+            return {}
+        return found
+
     def lease(self, reader: str, version: VersionId, seconds: float) -> None:
-        """Say that this reader is reading `version`, so that it is not collected. Advisory; expires by itself."""
-        now = time.time()
+        """Say that this reader is reading `version`, so that it is not collected. Expires by itself, `seconds` after it
+        was written by the store's clock; write it again to renew it. StoreUnavailable where the channel is gone."""
+        check_there(self.store)
         record = {"reader": reader, "epoch": version.epoch, "number": version.number}
-        put_bytes(self.store, lease_path(reader), canonical({**record, "since": now, "expires": now + seconds}))
+        put_bytes(
+            self.store, lease_path(reader), canonical({**record, "since": time.time(), "seconds": float(seconds)})
+        )
 
     def release(self, reader: str) -> None:
         """Drop this reader's lease."""
         self.store.delete(lease_path(reader))
 
     # -- inside ------------------------------------------------------------------------------------------------
+
+    def _absent(self, query: VersionQuery) -> NotFound:
+        for version, problem in replaced_manifests(self.store).items():
+            if version.number == query.number and query.epoch in {None, version.epoch}:
+                raise BadManifest(f"{self.store.url}: {version}: {problem}")
+        noted = {v for entry in self.store.list(COLLECTED) if (v := version_of(entry.path)) is not None}
+        return absent(self.store.url, query, self.committed(), self.claims(), noted)
 
     def _remember(self, manifest: Manifest) -> None:
         # A manifest of a large MoE weighs tens of megabytes: keep a few, the newest used last.
@@ -265,7 +372,8 @@ class Channel:
         self._manifests[manifest.id] = manifest
 
     def _newest_complete(self) -> VersionId | None:
-        for version in reversed(self.versions()):
+        self._live = self.versions()
+        for version in reversed(self._live):
             try:
                 self.manifest(version)
             except VersionNotFound:
@@ -279,46 +387,14 @@ class Channel:
     def _complain_once(self, version: VersionId, error: Corrupt) -> None:
         if (version, str(error)) not in self._complained:
             self._complained.add((version, str(error)))
-            log.warning("%s is incomplete and is passed over: %s: %s", version, manifest_path(version), error)
-
-    def _read_head(self) -> bytes | None:
-        try:
-            return read_bytes(self.store, HEAD, 1 << 16)
-        except (NotFound, Corrupt):
-            return None
-
-    def _write_head(self, manifest: Manifest, claimed: int) -> None:
-        data = canonical(msgspec.to_builtins(manifest))
-        head = Head(
-            epoch=manifest.epoch,
-            number=manifest.number,
-            manifest_digest=manifest.manifest_digest,
-            length=len(data),
-            claimed=claimed,
-        )
-        try:
-            put_bytes(self.store, HEAD, msgspec.json.encode(head))
-        except StoreError as error:
-            log.warning("%s was not updated (%s); readers find %s by listing", HEAD, error, manifest.id)
-
-    def _read_record(self) -> ChannelRecord:
-        try:
-            data = read_bytes(self.store, CHANNEL, 1 << 16)
-        except NotFound as error:
-            raise ChannelEmpty(f"{self.store.url} is not a channel yet: nothing was ever published") from error
-        try:
-            record = msgspec.json.decode(data, type=ChannelRecord)
-        except msgspec.DecodeError as error:
-            raise BadManifest(f"{self.store.url}/{CHANNEL} is torn or not ours: {error}") from error
-        if record.format != FORMAT:
-            raise BadManifest(f"{self.store.url} is a channel of format {record.format}, this release reads {FORMAT}")
-        return record
+            log.warning(
+                "%s is incomplete and is passed over: %s", version, error, extra=logs.about(version, event="incomplete")
+            )
 
     def _create_record(self) -> str:
         if self.committed():
+            # Another trainer may have made the channel, and published, since we looked for its record.
+            with contextlib.suppress(ChannelEmpty):
+                return read_record(self.store).channel_id
             raise BadManifest(f"{self.store.url} holds versions but no {CHANNEL}: restore it before publishing")
-        record = ChannelRecord(format=FORMAT, channel_id=uuid.uuid4().hex, created=time.time())
-        # Another trainer's, or our own with a lost answer: the file says.
-        with contextlib.suppress(AlreadyExists, StoreUnavailable):
-            self.store.create(CHANNEL, msgspec.json.encode(record))
-        return self._read_record().channel_id
+        return create_record(self.store).channel_id

@@ -5,12 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import msgspec
 
 from . import digest
+from .arguments import check, check_positive
+from .delta.policy import DeltaPolicy
 from .errors import InvalidInput, UnsupportedFormat
 from .remap import Remap, check_tracks, rules_of
-from .version import VersionId
+from .retention import Retention
+from .settings import Setting, Settings, nearest, variable
+from .signing import STRONG, Signer, Trust
+from .version import VersionId, parse_label
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +35,7 @@ class PublisherConfig:
     """Name of the training run, recorded in the claim and in every manifest. A fresh uuid by default."""
 
     resumed_from: VersionId | None = None
-    """The version this trainer goes on from. Numbers go on from it, and readers leave everything later
+    """The version this trainer goes on from, or its label. Numbers go on from it, and readers leave everything later
     behind. By default the newest version of the channel."""
 
     dtype: torch.dtype | None = None
@@ -75,12 +82,22 @@ class PublisherConfig:
     exit_seconds: float = 20.0
     """How long interpreter exit and SIGTERM wait for a pending background version before they drop it."""
 
+    delta: DeltaPolicy | None = None
+    """Publish what changed since the version before, and a full version now and then. None: every version is full."""
+
     require_change: bool = False
     """Refuse (Unchanged) a version whose weights equal the one's before though the step moved. By default it is
     published and reported."""
 
     digest: str = digest.DEFAULT
-    """Digest algorithm: `xxh3-128`, or `blake3` where manifests are signed."""
+    """Digest algorithm: `xxh3-128`, or `blake3`, which it always is with a `sign_key`."""
+
+    sign_key: str | Signer | None = field(default=None, repr=False)
+    """Sign every version with this Ed25519 key: a PEM file, or the PEM text itself. Only rank 0 reads it."""
+
+    require_signature: str | Trust | None = None
+    """Go on only from a version that one of these public keys signed, a PEM file or its text. With a `sign_key` and
+    without `resumed_from` it is that key, unless others are named here."""
 
     bucket_bytes: int = 64 << 20
     """The ranks agree that all is well once per so many bytes, before they gather them together."""
@@ -93,19 +110,44 @@ class PublisherConfig:
     """Seconds after which what dead attempts left half written is deleted, once, when this publisher starts. None:
     never. A committed version is never touched."""
 
+    retention: Retention | None = None
+    """Which versions to keep. The others are deleted by a thread on rank 0 after a version is committed, never when
+    this publisher starts. None: all stay."""
+
+    max_lag: int | None = None
+    """Back-pressure: before a version is begun, wait until no live reader that follows the newest lacks more versions
+    than this. None: never, and no reader can slow a trainer down."""
+
+    max_lag_seconds: float = 300.0
+    """How long to wait for slow readers; then one warning names them, and the version is published. 0: only warn. Less
+    than `timeout`, since the other ranks wait too."""
+
     def __post_init__(self) -> None:
-        self._check_positive("shard_bytes", self.shard_bytes)
-        self._check_positive("bucket_bytes", self.bucket_bytes)
-        self._check_positive("timeout", self.timeout)
+        if self.sign_key is not None:
+            object.__setattr__(self, "digest", STRONG)
+        if self.resumed_from is not None:
+            object.__setattr__(self, "resumed_from", _version(self.resumed_from))
+        check_positive("shard_bytes", self.shard_bytes)
+        check_positive("bucket_bytes", self.bucket_bytes)
+        check_positive("timeout", self.timeout)
         if self.sweep_after is not None:
-            self._check_positive("sweep_after", self.sweep_after)
-        self._check_positive("exit_seconds", self.exit_seconds)
+            check_positive("sweep_after", self.sweep_after)
+        check_positive("exit_seconds", self.exit_seconds)
         self._check_one_of("writers", self.writers, ("rank0", "node", "all"))
         self._check_one_of("pending", self.pending, ("wait", "skip", "error"))
+        if self.delta is not None and not isinstance(self.delta, DeltaPolicy):
+            raise InvalidInput(f"delta={self.delta!r}: use ckptsync.DeltaPolicy(), or None")
+        if self.retention is not None and not isinstance(self.retention, Retention):
+            raise InvalidInput(f"retention={self.retention!r}: use ckptsync.Retention(keep_last=...), or None")
+        if self.max_lag is not None:
+            check_positive("max_lag", self.max_lag)
+        if not self.max_lag_seconds >= 0 or (self.max_lag is not None and self.max_lag_seconds >= self.timeout):
+            raise InvalidInput(f"max_lag_seconds={self.max_lag_seconds!r}: must be 0 or more, and less than timeout")
         rules_of(self.remove, self.remap)
         check_tracks(self.track_prefix)
-        if not isinstance(self.param_prefix, str):
-            raise InvalidInput(f"param_prefix={self.param_prefix!r}: must be a string")
+        for name in ("param_prefix", "run_id"):
+            if not isinstance(getattr(self, name), str):
+                raise InvalidInput(f"{name}={getattr(self, name)!r}: must be a string")
         if self.ties not in ("omit", "duplicate"):
             raise InvalidInput(f"ties={self.ties!r}: use 'omit' or 'duplicate'")
         if self.dtype is not None and not getattr(self.dtype, "is_floating_point", False):
@@ -119,14 +161,89 @@ class PublisherConfig:
         if value not in allowed:
             raise InvalidInput(f"{name}={value!r}: use one of {', '.join(map(repr, allowed))}")
 
-    def _check_positive(self, field: str, value: float) -> None:
-        if isinstance(value, bool) or not value > 0:
-            raise InvalidInput(f"{field}={value!r}: must be greater than 0")
+    @classmethod
+    def load(cls, file: str = "", **overrides: Any) -> PublisherConfig:
+        """`overrides`, before the environment's CKPTSYNC_PUBLISHER_*, before the table [publisher] of `file` (or of
+        the file that CKPTSYNC_CONFIG names, or of `ckptsync.toml` in the working folder).
+
+            publisher = Publisher(root, config=PublisherConfig.load(dtype=torch.bfloat16))
+
+        `retention` and `delta` are tables of their own there: [publisher.retention]. What is not plain data, such as
+        `transform`, is given here. InvalidInput, naming the nearest, for a key that does not exist. Reads the file of
+        each rank's own host: give all ranks the same one.
+        """
+        settings = Settings.read(file)
+        settings.check_section(PUBLISHER, PUBLISHER_VARIABLES, PUBLISHER_ELSEWHERE)
+        settings.check_environment(PUBLISHER_VARIABLES.values())
+        found = settings.of(PUBLISHER, PUBLISHER_VARIABLES, shared=False)
+        plain = {key: _plain(key, setting) for key, setting in found.items() if key not in overrides}
+        return with_overrides(cls(), {**plain, **overrides})
+
+
+def _version(given: Any) -> VersionId:
+    found = parse_label(given) if isinstance(given, str) else given
+    check("resumed_from", given, isinstance(found, VersionId), "give a version such as resume(...).version or 'e1-v42'")
+    return cast(VersionId, found)
+
+
+PUBLISHER = "publisher"
+
+_PLAIN: dict[str, Any] = {
+    "run_id": str, "dtype": str, "shard_bytes": int, "ties": str, "param_prefix": str, "writers": str, "pending": str,
+    "exit_seconds": float, "require_change": bool, "digest": str, "bucket_bytes": int, "timeout": float,
+    "sweep_after": float, "max_lag": int, "max_lag_seconds": float, "delta": DeltaPolicy, "retention": Retention,
+    "sign_key": str, "require_signature": str,
+}  # fmt: skip
+"""What a file can say of a PublisherConfig."""
+
+PUBLISHER_VARIABLES = {key: variable(f"publisher_{key}") for key in _PLAIN}
+
+PUBLISHER_ELSEWHERE = {
+    **{each.name: "is for the code that makes the Publisher to say" for each in dataclasses.fields(PublisherConfig)},
+    **{each.name: f"belongs into [{PUBLISHER}.{table}]" for table, kind in _PLAIN.items()
+       if dataclasses.is_dataclass(kind) for each in dataclasses.fields(kind)},
+}  # fmt: skip
+"""What else a file might say of it: by key, where that is said."""
+
+
+def _plain(key: str, setting: Setting) -> Any:
+    kind, value = _PLAIN[key], setting.value
+    try:
+        if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+            names = [each.name for each in dataclasses.fields(kind)]
+            Settings(path=setting.origin, tables={key: value}).check_section(key, names, {})
+        found = msgspec.convert(value, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise InvalidInput(f"{key} = {value!r} of {setting.origin}: {error}") from error
+    return _dtype(found, setting) if key == "dtype" else found
+
+
+def _dtype(name: str, setting: Setting) -> torch.dtype:
+    import torch
+
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise InvalidInput(f"dtype = {name!r} of {setting.origin}: no dtype of torch, such as 'bfloat16'")
+    return found
 
 
 def with_overrides(config: PublisherConfig, overrides: Mapping[str, Any]) -> PublisherConfig:
-    """The config with some fields replaced. InvalidInput for a field that does not exist, or a value that cannot be."""
+    """The config with some fields replaced. InvalidInput for a value that cannot be, or a field that does not exist,
+    naming the nearest."""
+    if unknown := overrides.keys() - {each.name for each in dataclasses.fields(config)}:
+        raise _unknown_setting(min(unknown))
     try:
         return dataclasses.replace(config, **overrides)
     except TypeError as error:
-        raise InvalidInput(f"Publisher has no such setting: {error}") from None
+        raise InvalidInput(f"a setting of Publisher is of another type: {error}") from None
+
+
+def _unknown_setting(name: str) -> InvalidInput:
+    fields = [each.name for each in dataclasses.fields(PublisherConfig)]
+    known = {field: repr(field) for field in fields}
+    for setting, kind in (("retention", Retention), ("delta", DeltaPolicy)):
+        for each in dataclasses.fields(kind):
+            known.setdefault(each.name, f"{setting}=ckptsync.{kind.__name__}({each.name}=...)")
+    near = nearest(name, list(known))
+    said = f"{known[near]} is the nearest" if near else f"known are {', '.join(fields)}"
+    return InvalidInput(f"setting {name!r} of Publisher is not known: {said}")

@@ -10,13 +10,18 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from .channel import Channel
-from .errors import ChannelEmpty, CkptSyncError, Corrupt, NotFound, StoreDenied
-from .layout import ADAPTER_CONFIG, DATA
+from .channel_record import copied_again
+from .errors import ChannelEmpty, CkptSyncError, Corrupt, NotFound, StoreDenied, StoreFull
+from .fsck import newest_missing
+from .layout import ADAPTER_CONFIG
+from .replaced import replaced_manifests
 from .store.base import Store, put_bytes, read_bytes
-from .store.probe import enforces_create
-from .version import parse_stem
+from .store.probe import deleted_after, enforces_create
+from .sweep import leftovers
+from .trials import TRIALS, drop_folder, sweep_trials
+from .wording import counted, human_bytes
 
-SAMPLE = 32 << 20
+SAMPLE = 32_000_000
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -26,16 +31,18 @@ class Check(msgspec.Struct, frozen=True):
     status: str
     detail: str
     remedy: str = ""
+    names: tuple[str, ...] = ()
+    """What the detail counts, such as folders, to be copied."""
 
 
 def examine(channel: Channel, stage: str) -> Iterator[Check]:
-    """Run every check, in order; the first that the store refuses ends the run. Leaves nothing behind."""
+    """Run every check, in order; the first that the store refuses ends the run. Leaves no file behind."""
     store = channel.store
     steps: list[Callable[[], Iterator[Check]]] = [
         lambda: _reading(store),
         lambda: _writing(store),
-        lambda: _exclusive(store),
         lambda: _versions(channel),
+        lambda: _files(channel),
         lambda: _adapters(channel),
         lambda: _debris(channel),
         lambda: _stage(channel, stage),
@@ -43,11 +50,15 @@ def examine(channel: Channel, stage: str) -> Iterator[Check]:
     for step in steps:
         try:
             yield from step()
-        except StoreDenied as error:
-            yield Check("writing", "warn", str(error), "reading works, so watchers can run; publishing cannot")
         except CkptSyncError as error:
-            yield Check("store", "bad", f"{error.kind}: {error}", "check the root, the network and the credentials")
+            yield Check("store", "bad", f"{error.kind}: {error}", _remedy(error))
             return
+
+
+def _remedy(error: CkptSyncError) -> str:
+    if isinstance(error, StoreFull):
+        return "make room, or raise the quota: `ckptsync gc` deletes old versions, and reading works meanwhile"
+    return "check the root, the network and the credentials"
 
 
 def _reading(store: Store) -> Iterator[Check]:
@@ -57,20 +68,29 @@ def _reading(store: Store) -> Iterator[Check]:
 
 
 def _writing(store: Store) -> Iterator[Check]:
-    path = f"doctor/{uuid.uuid4().hex}"
-    data = os.urandom(1 << 20) * (SAMPLE >> 20)
     try:
+        sweep_trials(store)
+        yield from _written(store)
+    except StoreDenied as error:
+        yield Check("writing", "warn", str(error), "reading works, so watchers can run; publishing cannot")
+    finally:
+        drop_folder(store)
+
+
+def _written(store: Store) -> Iterator[Check]:
+    path = f"{TRIALS}/{uuid.uuid4().hex}"
+    data = os.urandom(1_000_000) * (SAMPLE // 1_000_000)
+    with deleted_after(store, path):
         start = time.perf_counter()
         put_bytes(store, path, data)
         written = time.perf_counter()
-        entries = [entry for entry in store.list("doctor") if entry.path == path]
+        entries = [entry for entry in store.list(TRIALS) if entry.path == path]
         same = read_bytes(store, path, SAMPLE) == data
         yield _rates(start, written, time.perf_counter())
         yield _visible(bool(entries), same)
         if entries:
             yield _clock(entries[0].modified)
-    finally:
-        store.delete(path)
+    yield _exclusive(store)
 
 
 def _rates(start: float, written: float, read: float) -> Check:
@@ -97,11 +117,10 @@ def _clock(modified: float) -> Check:
     )
 
 
-def _exclusive(store: Store) -> Iterator[Check]:
+def _exclusive(store: Store) -> Check:
     if enforces_create(store):
-        yield Check("create-if-absent", "ok", "enforced: two publishers cannot commit one version")
-        return
-    yield Check(
+        return Check("create-if-absent", "ok", "enforced: two publishers cannot commit one version")
+    return Check(
         "create-if-absent",
         "warn",
         "not enforced: a second publisher is detected at its commit, not prevented",
@@ -113,22 +132,25 @@ def _record(channel: Channel) -> Check:
     try:
         return Check("channel", "ok", f"channel {channel.channel_id}")
     except (ChannelEmpty, Corrupt) as error:
+        what = "channel.json is gone" if isinstance(error, ChannelEmpty) else str(error)
         ids = "its channel_id is in every manifest: put {format, channel_id, created} into channel.json"
-        return Check("channel", "bad", f"{error}; nothing can be published", ids)
+        return Check("channel", "bad", f"{what}; nothing can be published", ids)
 
 
 def _versions(channel: Channel) -> Iterator[Check]:
     committed, live = channel.committed(), channel.versions()
     if committed:
         yield _record(channel)
-    broken = []
+    replaced = replaced_manifests(channel.store)
+    broken = [f"{version}: {problem}" for version, problem in replaced.items()]
     for version in committed:
         try:
             channel.manifest(version)
         except Corrupt as error:
             broken.append(f"{version}: {error}")
     if broken:
-        yield Check("versions", "bad", "; ".join(broken[:3]), "never loaded; torn, or of a newer ckptsync: keep them")
+        remedy = copied_again(channel.store) or "never loaded; torn, or of a newer ckptsync: keep them"
+        yield Check("versions", "bad", "; ".join(broken[:3]), remedy)
     elif not committed:
         yield Check("versions", "warn", "nothing was published here yet", "ckptsync publish, or check the root")
     else:
@@ -138,6 +160,14 @@ def _versions(channel: Channel) -> Iterator[Check]:
             "ok",
             f"{len(committed)} complete, newest live {live[-1] if live else 'none'}, {left} dead",
         )
+
+
+def _files(channel: Channel) -> Iterator[Check]:
+    """Are the files of the newest version there, and of what it is made from? Silent if they are."""
+    if problem := newest_missing(channel):
+        mend = f"`ckptsync fsck {channel.store.url} --repair` goes on from the newest that can be read, if one can"
+        detail = f"{channel.newest}, the newest, cannot be read whole: {problem}"
+        yield Check("files", "bad", detail, copied_again(channel.store) or mend)
 
 
 class _AdapterConfig(msgspec.Struct):
@@ -167,20 +197,13 @@ def _adapters(channel: Channel) -> Iterator[Check]:
 
 
 def _debris(channel: Channel) -> Iterator[Check]:
-    committed = {v.stem for v in channel.committed()}
-    attempts: dict[str, int] = {}
-    for entry in channel.store.list(DATA):
-        stem, _, rest = entry.path.removeprefix(f"{DATA}/").partition("/")
-        version = parse_stem("-".join(stem.split("-")[:2]))
-        if rest and version is not None and version.stem not in committed:
-            attempts[stem] = attempts.get(stem, 0) + entry.size
-    if attempts:
-        total = sum(attempts.values()) / 1e6
+    if left := leftovers(channel):
         yield Check(
             "debris",
             "warn",
-            f"{len(attempts)} unfinished attempts, {total:.0f} MB",
-            "a publish runs, or died",
+            f"{counted(len(left), 'unfinished attempt')}, {human_bytes(sum(left.values()))}",
+            "a publish or a mirror runs, or died; swept by the next one, or by gc, once nobody wrote to it for an hour",
+            tuple(sorted(left)),
         )
     else:
         yield Check("debris", "ok", "no unfinished attempts")
@@ -195,5 +218,5 @@ def _stage(channel: Channel, folder: str) -> Iterator[Check]:
         needed = 3 * channel.latest().nbytes
     except (ChannelEmpty, Corrupt):
         needed = 0
-    detail = f"{folder} has {free / 1e9:.1f} GB free; three versions need {needed / 1e9:.1f} GB"
+    detail = f"{folder} has {human_bytes(free)} free; three versions need {human_bytes(needed)}"
     yield Check("stage", "ok" if free >= needed else "warn", detail, "" if free >= needed else "use --stage elsewhere")

@@ -15,11 +15,13 @@ and decides what a failure means: before `start` the engine still holds the old 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from .manifest import Manifest, TensorSpec
+from .version import VersionId, label_version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,11 @@ class EngineStatus:
 
     paused: bool
 
+    @property
+    def version(self) -> VersionId | None:
+        """The label as an identity; None where it is none: an engine's default, a model's path, a person's text."""
+        return label_version(self.label)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confirmation:
@@ -57,8 +64,27 @@ class Confirmation:
     """A digest over the weights that the engine computed itself; equal for equal weights on equal engines. Empty
     where the engine offers none."""
 
+    read_back: bool = False
+    """The engine's live values were compared with the version's, all of them."""
+
     warnings: tuple[str, ...] = ()
     """What the engine could not do and does not matter for the weights, e.g. a cache reset it does not support."""
+
+
+class Versioned(ABC):
+    """What every adapter says of its version in the same words."""
+
+    @abstractmethod
+    def status(self) -> EngineStatus:
+        """EngineUnavailable if it does not answer."""
+
+    def version(self) -> VersionId | None:
+        """The version that the engine itself reports, whichever way it came: after a sync the sync's.
+
+        None where it reports none, such as on its base weights or while it may hold a mix; never a value of the
+        adapter's own. EngineUnavailable if it does not answer.
+        """
+        return self.status().version
 
 
 class Engine(Protocol):
@@ -102,3 +128,37 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+ReadBack = Literal["values", "checksum", "none"]
+"""How an engine can show what it holds: its live values compared with the version's; a checksum of its own; not."""
+
+
+@runtime_checkable
+class ReadsBack(Protocol):
+    """An engine that can say, before it is paused, how it will show what it holds. Others cannot be asked for it."""
+
+    def read_back(self) -> ReadBack:
+        """Harmless, and answered while it serves."""
+        ...
+
+
+@runtime_checkable
+class Scores(Protocol):
+    """An engine that can replay a canary. It must not be paused: a paused engine computes nothing."""
+
+    def score(self, token_ids: Sequence[int], first: int) -> list[float]:
+        """Natural log-probabilities, at temperature 1, of `token_ids[first:]`, each given all tokens before it.
+
+        Computed afresh: nothing of a prefix cache is used. `first` is at least 1.
+        """
+        ...
+
+
+@runtime_checkable
+class Generates(Protocol):
+    """An engine that can answer a prompt, for `ckptsync selfcheck`."""
+
+    def generate(self, token_ids: Sequence[int], count: int) -> list[int]:
+        """The `count` tokens that follow, greedily, end tokens or not."""
+        ...

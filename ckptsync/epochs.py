@@ -8,21 +8,22 @@ log itself is SlateDB's (https://slatedb.io/docs/design/writes).
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
+from . import logs
+from .channel_record import check_there
 from .errors import AlreadyExists, Fenced, InvalidInput, NotFound, StoreUnavailable
 from .layout import EPOCHS, claim_path, epoch_of
 from .store.base import Store, read_bytes
 from .version import VersionId
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 
 class Epoch(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,18 +46,34 @@ def claimed(store: Store) -> list[int]:
     return sorted({n for entry in store.list(EPOCHS) if (n := epoch_of(entry.path)) is not None})
 
 
-def read_claim(store: Store, number: int) -> Epoch | None:
-    """The claim, or None for one whose file cannot be read: it still fences older writers, but ends no branch."""
+def read_claim(store: Store, number: int, check: Callable[[bytes, str], None] = lambda *_: None) -> Epoch | None:
+    """The claim, or None for one whose file cannot be read: it still fences older writers, but ends no branch.
+
+    `check` is given its bytes and its path, and may raise.
+    """
     try:
-        claim = msgspec.json.decode(read_bytes(store, claim_path(number), 1 << 16), type=Epoch)
+        data = read_bytes(store, claim_path(number), 1 << 16)
+        claim = msgspec.json.decode(data, type=Epoch)
+        check(data, claim_path(number))
         return claim if claim.number == number else None
     except (msgspec.DecodeError, NotFound):
-        log.warning("epoch claim %s is unreadable; it fences older writers but ends no branch", claim_path(number))
+        log.warning(
+            "epoch claim %s is unreadable; it fences older writers but ends no branch",
+            claim_path(number),
+            extra={"event": "claim-unreadable"},
+        )
         return None
 
 
-def claim(store: Store, run_id: str, resumed_from: VersionId | None, next_number: int) -> Epoch:
+def claim(
+    store: Store,
+    run_id: str,
+    resumed_from: VersionId | None,
+    next_number: int,
+    sign: Callable[[bytes], bytes] | None = None,
+) -> Epoch:
     """Claim the next epoch. Of several callers at once each gets its own number; the highest fences the others.
+    `sign` makes of the claim's bytes those to store.
 
     A lost *answer* is told from a lost *race* by reading the claim back and comparing the nonce.
     """
@@ -74,13 +91,14 @@ def claim(store: Store, run_id: str, resumed_from: VersionId | None, next_number
         )
         if resumed_from is not None and resumed_from.epoch >= number:
             raise InvalidInput(f"cannot resume from {resumed_from}: epoch {number} would not be newer")
-        if _create_claim(store, mine):
+        data = msgspec.json.encode(mine)
+        if _create_claim(store, mine, sign(data) if sign else data):
             return mine
 
 
-def _create_claim(store: Store, mine: Epoch) -> bool:
+def _create_claim(store: Store, mine: Epoch, data: bytes) -> bool:
     try:
-        store.create(claim_path(mine.number), msgspec.json.encode(mine))
+        store.create(claim_path(mine.number), data)
     except AlreadyExists:
         return _is_ours(store, mine)
     except StoreUnavailable:
@@ -95,13 +113,23 @@ def _is_ours(store: Store, mine: Epoch) -> bool:
 
 
 def check_fence(store: Store, mine: Epoch) -> None:
-    """Raise Fenced if a newer epoch exists, or if ours was overwritten (a store without create-if-absent)."""
-    newest = max(claimed(store), default=0)
+    """Raise Fenced if a newer epoch exists, or if our claim is gone or was overwritten (a store without
+    create-if-absent); StoreUnavailable if the whole channel is gone, which fences nobody."""
+    numbers = claimed(store)
+    newest = max(numbers, default=0)
+    if newest < mine.number:
+        check_there(store)
     if newest > mine.number:
         other = read_claim(store, newest)
         who = f" by {other.host} (run {other.run_id})" if other else ""
         raise Fenced(f"epoch {newest} was claimed{who}: this publisher holds epoch {mine.number} and must stop")
-    if not _is_ours(store, mine):
+    found = read_claim(store, mine.number)
+    if found is None:
+        check_there(store)
+        what = "cannot be read" if mine.number in numbers else "is gone (was it deleted?)"
+        path = f"{store.url}/{claim_path(mine.number)}"
+        raise Fenced(f"the claim {path} {what}: make a new Publisher, which claims an epoch of its own")
+    if found.nonce != mine.nonce:
         raise Fenced(f"epoch {mine.number} is no longer ours: another publisher claimed the same one")
 
 

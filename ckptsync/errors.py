@@ -14,10 +14,16 @@ CkptSyncError
 ├── Conflict                         somebody else owns the name
 │   ├── AlreadyExists                create-if-absent found another's file
 │   ├── VersionExists                the identity is taken by other content
-│   └── Fenced                       a newer epoch exists: this trainer must stop publishing
+│   ├── Fenced                       a newer epoch exists: this trainer must stop publishing
+│   ├── IsMirror                     the root is a copy of another: publish there
+│   ├── NotAMirror                   a mirror's destination has versions of its own
+│   └── OutOfOrder                   an engine holds a newer version than the one that is sent
 ├── Corrupt                          bytes are not what the manifest says
 │   ├── BadManifest                  does not parse, or does not validate
 │   ├── BadShard                     a shard's size, header or digest is wrong
+│   ├── BrokenChain                  a delta version of which a link is missing or damaged
+│   ├── Unrepairable                 no version is left to repair the channel from
+│   ├── Untrusted                    not signed by a key that is trusted
 │   └── UnsupportedFormat            written by a newer ckptsync
 ├── StoreError (OSError)             the storage said no
 │   ├── StoreUnavailable             transient: timeouts, connection lost, ESTALE; retried, then raised
@@ -27,11 +33,16 @@ CkptSyncError
 │   ├── RankFailed                   with the rank's own message
 │   ├── RanksDisagree                ranks walk different tensors or settings
 │   └── RankTimeout                  a rank did not come within the deadline
+├── TransportError                   a way to bring weights to engines
+│   ├── TransportUnavailable         it cannot be used now; no engine was touched
+│   ├── TransportFailed              it broke off, and engines may hold a mix
+│   └── NoTransport                  no way is left; the same error on every rank
 └── EngineError                      the inference engine
     ├── EngineUnavailable            no answer; nothing was touched
     ├── EngineRefused                it said no before the weights were touched
     ├── EngineDirty                  failed after the weights were touched: old and new may be mixed
     ├── SchemaMismatch               this version does not fit this engine; refused before the pause
+    ├── ProofUnavailable             the proof asked for cannot be had here; refused before the pause
     └── ProofFailed                  what the engine holds is not what was to be loaded
 
 `kind` is a stable string for logs, receipts and scripts.
@@ -42,11 +53,13 @@ from __future__ import annotations
 import re
 
 __all__ = [
-    "AlreadyExists", "BadManifest", "BadShard", "Busy", "ChannelEmpty", "CkptSyncError", "Conflict", "Corrupt",
-    "DuplicateName", "EngineDirty", "EngineError", "EngineRefused", "EngineUnavailable", "Fenced",
-    "InvalidInput", "InvalidName", "NotFound", "ProofFailed", "RankError", "RankFailed", "RankTimeout",
-    "RanksDisagree", "SchemaMismatch", "StoreDenied", "StoreError", "StoreFull", "StoreUnavailable", "Unchanged",
-    "UnsupportedFormat", "UnsupportedTensor", "VersionExists", "VersionGone", "VersionNotFound",
+    "AlreadyExists", "BadManifest", "BadShard", "BrokenChain", "Busy", "ChannelEmpty", "CkptSyncError",
+    "Conflict", "Corrupt", "DuplicateName", "EngineDirty", "EngineError", "EngineRefused", "EngineUnavailable",
+    "Fenced", "InvalidInput", "InvalidName", "IsMirror", "NoTransport", "NotAMirror", "NotFound", "OutOfOrder",
+    "ProofFailed", "ProofUnavailable", "RankError", "RankFailed", "RankTimeout", "RanksDisagree",
+    "SchemaMismatch", "StoreDenied", "StoreError", "StoreFull", "StoreUnavailable", "TransportError",
+    "TransportFailed", "TransportUnavailable", "Unchanged", "Unrepairable", "UnsupportedFormat", "UnsupportedTensor",
+    "Untrusted", "VersionExists", "VersionGone", "VersionNotFound",
 ]  # fmt: skip
 
 
@@ -115,6 +128,18 @@ class Fenced(Conflict):
     """A newer epoch was claimed: this publisher is the older attempt and must stop."""
 
 
+class IsMirror(Conflict):
+    """The root is kept by `ckptsync mirror` as a copy of another one: only that one is published to."""
+
+
+class NotAMirror(Conflict):
+    """What is at a mirror's destination did not come from its source: nothing is written there."""
+
+
+class OutOfOrder(Conflict):
+    """The engine holds a newer version than the one that is sent. Going back is to be asked for."""
+
+
 class Corrupt(CkptSyncError):
     """Bytes on storage are not what their manifest says."""
 
@@ -125,6 +150,18 @@ class BadManifest(Corrupt):
 
 class BadShard(Corrupt):
     """A shard whose size, header or digest is not the manifest's."""
+
+
+class BrokenChain(Corrupt):
+    """A delta version that cannot be rebuilt: what it was taken against is not there, or is not what it was."""
+
+
+class Unrepairable(Corrupt):
+    """No live version of the channel can be read: what repairs it has to come from elsewhere."""
+
+
+class Untrusted(Corrupt):
+    """No signature by a trusted key, or one over something else. To a reader that wants one, it is not a version."""
 
 
 class UnsupportedFormat(Corrupt):
@@ -166,8 +203,28 @@ class RankTimeout(RankError):
     """A rank did not come to the collective within its deadline, or died."""
 
 
+class TransportError(CkptSyncError):
+    """A way to bring weights to engines."""
+
+
+class TransportUnavailable(TransportError):
+    """It cannot be used now, and no engine was touched. May pass."""
+
+
+class TransportFailed(TransportError):
+    """It broke off after engines were touched: they stay paused until a complete version is in."""
+
+
+class NoTransport(TransportError):
+    """No way was left to bring the version to every engine. The message has each one's reason."""
+
+
 class EngineError(CkptSyncError):
     """The inference engine."""
+
+    silent = ""
+    """Address of the engine, where it let the time for an answer pass: to ask it again would take as long again. Empty
+    where it answered, or refused the connection."""
 
 
 class EngineUnavailable(EngineError):
@@ -184,6 +241,10 @@ class EngineDirty(EngineError):
 
 class SchemaMismatch(EngineError):
     """The version's tensors do not fit the engine. Refused before the pause; serving goes on."""
+
+
+class ProofUnavailable(EngineError):
+    """This engine, or this version, cannot be proven to the level that was asked for. Refused before the pause."""
 
 
 class ProofFailed(EngineError):

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from . import host
+
 T = TypeVar("T")
 
 
@@ -19,7 +21,8 @@ class Lane:
         self._jobs = queue.SimpleQueue()
         self._last: Future[Any] | None = None
         self.closed = False
-        threading.Thread(target=self._loop, name=name, daemon=True).start()
+        with host.threads():
+            threading.Thread(target=self._loop, name=name, daemon=True).start()
 
     @property
     def busy(self) -> bool:
@@ -43,3 +46,11 @@ class Lane:
             except BaseException as error:  # noqa: BLE001 - belongs to whoever waits for the future
                 future.set_exception(error)
             del item, job, future
+
+
+def once(name: str, job: Callable[[], T]) -> Future[T]:
+    """One job in a side thread of its own, which does not keep Python alive either."""
+    lane = Lane(name)
+    future = lane.submit(job)
+    lane.close()
+    return future

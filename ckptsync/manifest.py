@@ -10,18 +10,25 @@ release may add some.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 
+from .canary import Canary
+from .canonical import canonical
 from .digest import sha256
 from .errors import BadManifest, InvalidName, UnsupportedFormat
 from .safetensors_format import DTYPE_BITS
 from .version import VersionId
 
 FORMAT = 1
+SHARED_FORMAT = 2
+"""Of a version that shares the data of an earlier one. A reader that knows only format 1 would look for them where
+they are not: it refuses the manifest and stays on what it has."""
+
 MAX_BYTES = 512 << 20
 """A manifest larger than this is refused before it is read (a 200,000-tensor MoE needs about 40 MiB)."""
 
@@ -68,7 +75,7 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
 
 
-class Track(msgspec.Struct, frozen=True, kw_only=True):
+class Track(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """One model of a version. Most versions have one track, named `model`."""
 
     files: tuple[FileEntry, ...]
@@ -79,16 +86,56 @@ class Track(msgspec.Struct, frozen=True, kw_only=True):
     def nbytes(self) -> int:
         return sum(file.size for file in self.files)
 
+    @functools.cached_property
+    def by_file(self) -> Mapping[str, Sequence[TensorEntry]]:
+        """File name -> the tensors in it. Made once: every file of a version is looked at with its tensors."""
+        found: dict[str, list[TensorEntry]] = {}
+        for tensor in self.tensors:
+            found.setdefault(tensor.file, []).append(tensor)
+        return found
 
-class Parent(msgspec.Struct, frozen=True, kw_only=True):
-    """The version that a delta is taken against."""
+
+class Base(msgspec.Struct, frozen=True, kw_only=True):
+    """A version that a delta is taken against, and the delta's files by track; see `delta_path`."""
 
     epoch: int
     number: int
     content_digest: str
+    files: dict[str, tuple[FileEntry, ...]] = {}
+
+    @property
+    def id(self) -> VersionId:
+        return VersionId(self.epoch, self.number)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.size for files in self.files.values() for file in files)
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+class Parent(Base, frozen=True, kw_only=True):
+    """The version before, and what else a version has of deltas."""
+
+    skips: tuple[Base, ...] = ()
+    """Older versions with a delta of their own, for readers that are far behind."""
+
+    stored: tuple[str, ...] = ()
+    """Of a version that is a delta: those of its tracks' files that lie in its folder all the same. All others are
+    shards, which are rebuilt, or equal in every base."""
+
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """The version whose data folder another one shares: a rollback copies nothing."""
+
+    epoch: int
+    number: int
+    nonce: str
+
+    @property
+    def id(self) -> VersionId:
+        return VersionId(self.epoch, self.number)
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The commit record. Build one with `seal`, read one with `decode`."""
 
     format: int = FORMAT
@@ -110,6 +157,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Files below `trainer/` in the data folder: optimizer and the like, for trainers only. Not part of
     `content_digest`, `nbytes` and `files`, since no engine needs them."""
 
+    canary: Canary | msgspec.UnsetType = msgspec.UNSET
+    """What the version says to a probe prompt. Unset is absent from the JSON: a manifest without one, by whichever
+    release, is the same bytes when it is written out again."""
+
+    data_of: Origin | msgspec.UnsetType = msgspec.UNSET
+    """Where its files lie, if not in a folder of its own (format 2)."""
+
+    previous: VersionId | msgspec.UnsetType = msgspec.UNSET
+    """The version before it on its line, so that a reader of every version knows when one is missing."""
+
     manifest_digest: str = ""
 
     @property
@@ -117,13 +174,57 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return VersionId(self.epoch, self.number)
 
     @property
+    def encoded(self) -> bytes:
+        """The bytes that `decode` read, which its digest is over: with fields of other releases, and without theirs
+        that are missing. Of one that was made here, canonical JSON."""
+        stored: bytes | None = self.__dict__.get("stored")
+        return stored if stored is not None else canonical(msgspec.to_builtins(self))
+
+    @property
+    def validated(self) -> bool:
+        """Whether it came out of `decode`, which takes seconds for 200,000 tensors, and is what `encoded` says."""
+        return "stored" in self.__dict__
+
+    @property
+    def signed(self) -> bool:
+        """Whether what `decode` read has a signature, of whomever: `signing.Trust` says what it is worth."""
+        return bool(self.__dict__.get("is_signed"))
+
+    @property
     def folder(self) -> str:
         """The data folder, relative to the root: unique to the attempt, never written again."""
+        if isinstance(self.data_of, Origin):
+            return data_folder(self.data_of.id, self.data_of.nonce)
         return data_folder(self.id, self.nonce)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the whole version, as an engine loads it."""
         return sum(track.nbytes for track in self.tracks.values())
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes in its own folder, without the trainer state."""
+        return sum(file.size for _, file in self.stored_files())
+
+    @property
+    def deltas(self) -> tuple[Base, ...]:
+        """Every base that this version can be made from, with the files that it takes."""
+        return (self.parent, *self.parent.skips) if self.parent else ()
+
+    def full_form(self) -> Manifest:
+        """The same version as a full one. A delta version lists the files that a full publish would have made."""
+        if self.parent is None:
+            return self
+        return seal(msgspec.structs.replace(self, kind="full", parent=None))[0]
+
+    def stored_files(self) -> Iterator[tuple[str, FileEntry]]:
+        """(path inside the data folder, entry) of every file that lies there, but for the trainer state."""
+        here = None if self.kind != "delta" or self.parent is None else set(self.parent.stored)
+        yield from ((path, file) for path, file in self.files() if here is None or path in here)
+        for base in self.deltas:
+            for track, files in base.files.items():
+                yield from ((delta_path(base.id, track, file.name), file) for file in files)
 
     def files(self) -> Iterator[tuple[str, FileEntry]]:
         """(path inside the data folder, entry) of every file of every track."""
@@ -134,6 +235,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 MAIN_TRACK = "model"
 """Its files lie directly in the data folder, so that the folder is a plain Hugging Face checkpoint."""
+
+
+def delta_path(base: VersionId, track: str, name: str) -> str:
+    """Where a file of the delta against `base` lies inside the data folder."""
+    return f"delta/{base.stem}/{name if track == MAIN_TRACK else f'{track}/{name}'}"
 
 
 def data_folder(version: VersionId, nonce: str) -> str:
@@ -174,28 +280,10 @@ def combined_content(tracks: Mapping[str, Track]) -> str:
     return sha256(canonical(each))
 
 
-def canonical(value: Any) -> bytes:
-    """Canonical JSON: sorted keys, no white space, no NaN or infinity (ValueError)."""
-    _refuse_nan(value)
-    return msgspec.json.encode(value, order="sorted")
-
-
-def _refuse_nan(value: Any) -> None:
-    # msgspec writes NaN as null, which would change the data silently.
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{value} cannot be written as JSON: use a string or leave it out")
-    if isinstance(value, dict):
-        for item in value.values():
-            _refuse_nan(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            _refuse_nan(item)
-
-
 def seal(manifest: Manifest) -> tuple[Manifest, bytes]:
     """The manifest with its own digest set, and the bytes to store. Validates what it seals."""
     body = msgspec.to_builtins(manifest)
-    body.pop("manifest_digest", None)
+    del body["manifest_digest"]
     body["manifest_digest"] = sha256(canonical(body))
     data = canonical(body)
     return decode(data), data
@@ -209,7 +297,7 @@ def decode(data: bytes, expect: VersionId | None = None) -> Manifest:
     raw = _parse(data)
     _check_format(raw)
     claimed = raw.pop("manifest_digest", None)
-    raw.pop("signature", None)
+    signed = raw.pop("signature", None) is not None
     if sha256(msgspec.json.encode(raw, order="sorted")) != claimed:
         raise BadManifest("the manifest's own digest does not match its content: torn or edited")
     try:
@@ -217,6 +305,7 @@ def decode(data: bytes, expect: VersionId | None = None) -> Manifest:
     except (msgspec.ValidationError, RecursionError) as error:
         raise BadManifest(f"the manifest does not have the right fields: {error}") from error
     _validate(manifest, expect)
+    manifest.__dict__.update(stored=bytes(data), is_signed=signed)
     return manifest
 
 
@@ -234,8 +323,10 @@ def _parse(data: bytes) -> dict[str, Any]:
 
 def _check_format(raw: dict[str, Any]) -> None:
     found = raw.get("format")
-    if found != FORMAT or isinstance(found, bool):
-        raise UnsupportedFormat(f"manifest format {found!r} is not {FORMAT}: written by another release of ckptsync?")
+    if found not in (FORMAT, SHARED_FORMAT) or isinstance(found, bool):
+        raise UnsupportedFormat(
+            f"manifest format {found!r} is not {FORMAT} or {SHARED_FORMAT}: written by another release of ckptsync?"
+        )
 
 
 def _validate(manifest: Manifest, expect: VersionId | None) -> None:
@@ -243,16 +334,40 @@ def _validate(manifest: Manifest, expect: VersionId | None) -> None:
         raise BadManifest(f"the file is named {expect.stem} but the manifest says {manifest.id.stem}")
     if manifest.epoch < 1 or manifest.number < 0 or not manifest.tracks:
         raise BadManifest("epoch, number or tracks are out of range")
+    _validate_origin(manifest)
     try:
         check_basename(manifest.nonce, "nonce")
+        if isinstance(manifest.data_of, Origin):
+            check_basename(manifest.data_of.nonce, "nonce")
         for name, track in manifest.tracks.items():
             check_basename(name, "track")
             _validate_track(track)
         _validate_track(Track(files=manifest.trainer_state, tensors=()))
+        _validate_deltas(manifest)
     except InvalidName as error:
         raise BadManifest(str(error)) from error
-    if combined_content(manifest.tracks) != manifest.content_digest and manifest.kind != "delta":
+    if combined_content(manifest.tracks) != manifest.content_digest:
         raise BadManifest("the content digest does not follow from the tensors listed")
+
+
+def _validate_deltas(manifest: Manifest) -> None:
+    if manifest.kind == "delta" and manifest.parent is None:
+        raise BadManifest("a delta without a parent")
+    for base in manifest.deltas:
+        if base.id >= manifest.id or not base.files.keys() <= manifest.tracks.keys():
+            raise BadManifest(f"a delta against {base.id}, which cannot be its base")
+        for files in base.files.values():
+            _validate_track(Track(files=files, tensors=()))
+    if manifest.parent and not set(manifest.parent.stored) <= {path for path, _ in manifest.files()}:
+        raise BadManifest("a file is stored that is in no track")
+
+
+def _validate_origin(manifest: Manifest) -> None:
+    origin = manifest.data_of if isinstance(manifest.data_of, Origin) else None
+    if (origin is not None) != (manifest.format == SHARED_FORMAT):
+        raise BadManifest(f"format {manifest.format} and data_of {origin} do not go together")
+    if origin is not None and (origin.id >= manifest.id or min(origin.id) < 0):
+        raise BadManifest(f"its data cannot be those of {origin.id}")
 
 
 def _validate_track(track: Track) -> None:

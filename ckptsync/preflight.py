@@ -10,6 +10,7 @@ from collections import defaultdict
 from .errors import InvalidInput, StoreFull
 from .ranks import Ranks
 from .store.base import Store
+from .wording import counted, exact_bytes, human_bytes
 
 CGROUP = "/sys/fs/cgroup"
 
@@ -18,10 +19,14 @@ MARGIN = 64 << 20
 
 
 def check_space(store: Store, nbytes: int) -> None:
-    """StoreFull, with both numbers, if a local store has less than `nbytes` left. Others cannot be asked."""
+    """StoreFull, with the numbers, if a local store has no room for a version of `nbytes` of tensors, and for MARGIN.
+    Others cannot be asked. Nothing is written, so this may come before an epoch is claimed for the version."""
     free = free_bytes(store)
-    if free is not None and free < nbytes:
-        raise StoreFull(f"{store.url}: the version needs {_gb(nbytes)}, and {_gb(free)} are free: delete old versions")
+    if free is not None and free < nbytes + MARGIN:
+        raise StoreFull(
+            f"{store.url}: the version has {exact_bytes(nbytes)}, {human_bytes(MARGIN)} are kept for what is written "
+            f"beside tensors, and {exact_bytes(free)} are free: delete old versions"
+        )
 
 
 def free_bytes(store: Store) -> int | None:
@@ -51,8 +56,9 @@ def check_memory(ranks: Ranks, nbytes: int) -> None:
         total = sum(need for need, _ in needs)
         if known and total > min(known):
             raise InvalidInput(
-                f"host {host}: publishing needs {_gb(total)} of host memory on {len(needs)} rank(s), and "
-                f"{_gb(min(known))} are available: publish in the foreground, or lower bucket_bytes or shard_bytes"
+                f"host {host}: publishing needs {exact_bytes(total)} of host memory on {counted(len(needs), 'rank')}, "
+                f"and {exact_bytes(min(known))} are available: publish in the foreground, or lower bucket_bytes or "
+                "shard_bytes"
             )
 
 
@@ -82,7 +88,3 @@ def _cgroup_memory() -> int | None:
 def _read(name: str) -> str:
     with open(os.path.join(CGROUP, name)) as file:
         return file.read()
-
-
-def _gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB ({nbytes} bytes)"

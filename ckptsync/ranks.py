@@ -15,7 +15,7 @@ torch is imported only where a process group exists.
 from __future__ import annotations
 
 import concurrent.futures
-import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,16 +23,17 @@ from contextlib import contextmanager
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from . import errors
+from . import errors, logs
 from .alarm import Alarm
 from .digest import sha256
-from .errors import Conflict, InvalidInput, RankError, RankFailed, RanksDisagree, RankTimeout
+from .errors import Conflict, InvalidInput, RankError, RankFailed, RanksDisagree, RankTimeout, SchemaMismatch
+from .exchange import Status, converse
 from .lane import Lane
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 T = TypeVar("T")
 
@@ -55,6 +56,7 @@ class Ranks:
 
     def __init__(self, *, timeout: float = 1800.0) -> None:
         self.rank, self.world_size = _place()
+        self._process = os.getpid()
         self._timeout = timeout
         self._settled: BaseException | None = None
         self._lost = ""
@@ -85,9 +87,9 @@ class Ranks:
         """Raise on every rank if any rank brings an error; else return on every rank once all have come.
 
         RankFailed with the first failing rank's number and message; a decision against the caller
-        (InvalidInput, Conflict) keeps its type on every rank. On the failing rank the error is the cause. A
-        KeyboardInterrupt is raised as such where it came up. `agree(error)` meets whatever exchange the other
-        ranks are in.
+        (InvalidInput, Conflict, SchemaMismatch) keeps its type on every rank. On the failing rank the error is the
+        cause. A KeyboardInterrupt is raised as such where it came up. `agree(error)` meets whatever exchange the
+        other ranks are in.
         """
         self._exchange(None, error, "the consensus of all ranks", agree_only=True)
 
@@ -158,7 +160,9 @@ class Ranks:
         if status is not None:
             with self._store_answers():
                 self._alarm.ring("failed", status[1])
-        job = self._talk.submit(lambda: _converse(self._group, status, value, from_zero, agree_only))
+        job = self._talk.submit(
+            lambda: converse(self._group, status, value, from_zero=from_zero, agree_only=agree_only)
+        )
         try:
             failures, values = self._wait(job, what)
         except RankTimeout as timeout:
@@ -169,7 +173,7 @@ class Ranks:
         return self._settle(_common(failures), error)
 
     def _words(self, error: BaseException) -> str:
-        if isinstance(error, _Released):
+        if isinstance(error, RankFailed):  # told by a rank already, be it over another group
             return str(error)
         kind = "" if isinstance(error, errors.CkptSyncError) else f"{type(error).__name__}: "
         return f"rank {self.rank}: {kind}{str(error) or 'no message'}"
@@ -190,7 +194,9 @@ class Ranks:
                 self._lose(f"rank {self.rank} waited {self._timeout:g} s for {what}")
             if now - told > TELL_EVERY:
                 told = now
-                log.info("rank %d has waited %.0f s for %s", self.rank, now - start, what)
+                log.info(
+                    "rank %d has waited %.0f s for %s", self.rank, now - start, what, extra={"event": "ranks-waiting"}
+                )
         failed = job.exception()
         if failed is not None and not heed_failed:
             self._lose(f"rank {self.rank} lost the connection in {what} ({_first_line(failed)})")
@@ -226,6 +232,11 @@ class Ranks:
             raise RankTimeout(f"{self._lost}. Restart the job to publish again") from error
 
     def _check_place(self) -> None:
+        if os.getpid() != self._process:
+            raise InvalidInput(
+                f"this process was forked from {self._process}, which made the publisher and goes on with its epoch "
+                "and its numbers: make a Publisher of its own here, after the fork"
+            )
         if _place() != (self.rank, self.world_size):
             raise InvalidInput(
                 "the process group was made or taken down after the publisher: make the publisher after "
@@ -241,44 +252,12 @@ class _Released(RankFailed):
     """Another rank's failure, seen while stuck in a collective; carries that rank's words unchanged."""
 
 
-_Status = tuple[str, str] | None
-"""Nothing, or the type's name and the words of an error."""
-
-
-def _converse(
-    group: dist.ProcessGroup, status: _Status, value: Any, from_zero: bool, agree_only: bool
-) -> tuple[list[_Status] | None, list[Any]]:
-    """One exchange: a flag first, then either everybody's failure or the values."""
-    import torch
-    import torch.distributed as dist
-
-    flag = torch.tensor([int(status is not None)])
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-    if flag.item():
-        return _all_gather(group, status), []
-    if agree_only:
-        return None, []
-    if from_zero:
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=group)
-        return None, box
-    return None, _all_gather(group, value)
-
-
-def _all_gather(group: dist.ProcessGroup, value: Any) -> list[Any]:
-    import torch.distributed as dist
-
-    box: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(box, value, group=group)
-    return box
-
-
-def _common(failures: list[_Status]) -> RankError | InvalidInput | Conflict:
+def _common(failures: list[Status]) -> RankError | InvalidInput | Conflict | SchemaMismatch:
     """The one error that every rank raises: the first failing rank's."""
     told = [failure for failure in failures if failure is not None]
     name, words = next((failure for failure in told if failure[0] != _Released.__name__), told[0])
     kind = getattr(errors, name, RankFailed)
-    if isinstance(kind, type) and issubclass(kind, InvalidInput | Conflict | RanksDisagree):
+    if isinstance(kind, type) and issubclass(kind, InvalidInput | Conflict | RanksDisagree | SchemaMismatch):
         return kind(words)
     return RankFailed(words)
 

@@ -11,13 +11,17 @@ import msgspec
 import torch
 
 from . import __version__
+from .arguments import check_whole
 from .assets import model_facts
-from .attempt import Attempt, Stopwatch, TrackFiles
+from .attempt import Attempt, Observe, Stopwatch, TrackFiles
+from .canary import Canary
+from .canonical import canonical
 from .config import PublisherConfig
 from .errors import InvalidInput
+from .export.collect import Messages
 from .export.coverage import check_coverage
 from .ledger import Ledger
-from .manifest import MAIN_TRACK, FileEntry, Kind, Manifest, TensorEntry, Track, canonical, combined_content
+from .manifest import MAIN_TRACK, FileEntry, Kind, Manifest, Parent, TensorEntry, Track, combined_content
 from .ranks import Ranks
 from .remap import Naming
 from .shards.plan import ShardPlan
@@ -36,17 +40,31 @@ class Facts:
     number: int | None
     step: int | None
     metadata: dict[str, Any]
+    canary: Canary | None
     assets: Assets
 
     @classmethod
-    def check(cls, number: int | None, step: int | None, metadata: Mapping[str, Any] | None, assets: Assets) -> Facts:
+    def check(
+        cls,
+        number: int | None,
+        step: int | None,
+        metadata: Mapping[str, Any] | None,
+        canary: Canary | None,
+        assets: Assets,
+    ) -> Facts:
+        if number is not None:
+            check_whole("number", number, 0)
         if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
             raise InvalidInput(f"step={step!r}: must be an int or None")
+        if step is not None and not 0 <= step < 1 << 63:
+            raise InvalidInput(f"step={step}: must be 0 or more, and less than 2**63")
         try:
             plain = msgspec.json.decode(canonical(dict(metadata or {})))
         except (TypeError, ValueError, msgspec.MsgspecError) as error:
             raise InvalidInput(f"metadata must be JSON: {error}") from error
-        return cls(number, step, plain, assets)
+        except RecursionError:
+            raise InvalidInput("metadata must be JSON: it contains itself, or is nested too deeply") from None
+        return cls(number, step, plain, canary, assets)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +74,10 @@ class Written:
     files: tuple[FileEntry, ...]
     tensors: Mapping[str, TensorEntry]
     plans: tuple[ShardPlan, ...]
+
+
+Parts = Sequence[Mapping[str, Written]]
+"""What every rank wrote, by track."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,13 +95,25 @@ class Release:
     saving: Saving | None = None
     """The trainer state that goes with it."""
 
-    def write(self, attempt: Attempt | None, ranks: Ranks) -> dict[str, Written]:
+    parent: Parent | None = None
+    """What it has of deltas, on rank 0."""
+
+    def write(
+        self,
+        attempt: Attempt | None,
+        ranks: Ranks,
+        *,
+        observe: Observe | None = None,
+        keep: bool = True,
+        messages: Mapping[str, Messages] = {},
+    ) -> dict[str, Written]:
         """Collective. This rank's part of every track, on storage when it returns; no `attempt`: it writes nothing."""
         written = {}
         for assignment in self.assignments:
             walk = assignment.walk
-            tensors = self.watch.over("gather", walk.open(assignment.shares, assignment.layouts, ranks))
-            files = TrackFiles(attempt, walk.track) if attempt else None
+            items = walk.open(assignment.shares, assignment.layouts, ranks, messages.get(walk.track))
+            tensors = self.watch.over("gather", items)
+            files = TrackFiles(attempt, walk.track, observe=observe, keep=keep) if attempt else None
             if files is not None and self.facts is not None:
                 for name, data in self.facts.assets.get(walk.track, {}).items():
                     files.put(name, data)
@@ -94,7 +128,7 @@ class Release:
             written[walk.track] = Written(files=tuple(files.files), tensors=files.tensors, plans=tuple(files.plans))
         return written
 
-    def tracks(self, attempt: Attempt, parts: Sequence[Mapping[str, Written]]) -> dict[str, Track]:
+    def tracks(self, attempt: Attempt, parts: Parts) -> dict[str, Track]:
         """On rank 0, from what every rank wrote: the tracks, with their index files written."""
         return {a.walk.track: self._track(attempt, a, [p[a.walk.track] for p in parts if a.walk.track in p])
                 for a in self.assignments}  # fmt: skip
@@ -118,6 +152,7 @@ class Release:
             nonce=attempt.nonce,
             run_id=ledger.epoch.run_id,
             kind=self.kind,
+            parent=self.parent and msgspec.structs.replace(self.parent, stored=tuple(attempt.stored)),
             created=time.time(),
             producer=self._producer(ranks),
             step=facts.step,
@@ -126,6 +161,7 @@ class Release:
             content_digest=combined_content(tracks),
             tracks=dict(tracks),
             trainer_state=trainer_state,
+            canary=facts.canary or msgspec.UNSET,
         )
 
     # -- inside ----------------------------------------------------------------------------------------------
@@ -137,7 +173,7 @@ class Release:
         if assignment.walk.specs is None:
             self.naming.check_used()
             self.check_names(assignment, stored)
-        if self.kind == "full":
+        if self.kind != "adapter":
             own.write_index([plan for part in parts for plan in part.plans])
         tensors = _with_ties(stored, assignment.walk.ties)
         files = tuple(file for part in parts for file in part.files) + tuple(own.files)

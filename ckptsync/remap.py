@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from .arguments import check
 from .errors import DuplicateName, InvalidInput
 from .manifest import MAIN_TRACK, check_basename
 
@@ -42,6 +43,8 @@ def rules_of(remove: Iterable[str], remap: Remap) -> tuple[Rule, ...]:
     """Removals first, then the rules in their order. InvalidInput, naming the rule, for one that cannot be meant."""
     if isinstance(remove, str):
         raise InvalidInput(f"remove={remove!r}: must be a list of names, each with at most one '*'")
+    names = "must be a dict of names, such as {'model.*': 'language_model.*'}"
+    check("remap", remap, not isinstance(remap, str), names)
     pairs = remap.items() if isinstance(remap, Mapping) else remap
     rules = [Rule(name, None) for name in remove] + [Rule(old, new) for old, new in pairs]
     for rule in rules:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
-import msgspec
-
 from . import errors
+from .absent import none_whole
 from .channel import Channel
 from .errors import BadManifest, ChannelEmpty, CkptSyncError, Corrupt, InvalidInput, NotFound
 from .layout import DATA, SELF_COPY
-from .manifest import MAIN_TRACK, Manifest, canonical
+from .manifest import MAIN_TRACK, Manifest
+from .reading import leased
 from .version import VersionId
 
 
@@ -38,31 +39,50 @@ class Offer(NamedTuple):
     problem: str = ""
 
 
-def offered(channel: Channel, version: str, wants_state: bool) -> Iterator[Offer | Refusal]:
-    """The versions to try, newest first, and at the end the reason why there is none. Raises StoreError."""
+def offered(channel: Channel, version: str | int, wants_state: bool) -> Generator[Offer | Refusal, None, None]:
+    """The versions to try, newest first, and at the end the reason why there is none. Each is leased while it is the
+    last one offered: close the generator when it is taken. Raises StoreError."""
     try:
         if version != "latest":
-            yield _exactly(channel.resolve(version))
+            yield from _held(channel, _exactly(channel.resolve(version)))
             return
         tried: list[str] = []
         for offer in _live(channel, wants_state):
             tried.append(f"{offer.version}: {offer.problem or 'its files are not whole'}")
-            yield offer
+            with suppress(errors.VersionGone):
+                yield from _held(channel, offer)
         yield Refusal.of(_nothing(channel, tried))
     except (NotFound, Corrupt, InvalidInput) as error:
         yield Refusal.of(error)
 
 
+def _held(channel: Channel, offer: Offer | Refusal) -> Iterator[Offer | Refusal]:
+    """Leased until the next offer is asked for, or none is any more."""
+    if isinstance(offer, Refusal) or offer.problem:
+        yield offer
+        return
+    with leased(channel, offer.version, "resume"):
+        yield offer
+
+
 def _exactly(manifest: Manifest) -> Offer | Refusal:
-    if manifest.kind != "full" or MAIN_TRACK not in manifest.tracks:
-        return Refusal.of(InvalidInput(f"{manifest.id} is a {manifest.kind} version: a full one is needed to resume"))
-    return Offer(manifest.id, canonical(msgspec.to_builtins(manifest)))
+    if manifest.kind == "adapter":
+        return Refusal.of(
+            InvalidInput(
+                f"{manifest.id} is an adapter version, without the model: resume from a full one, such as "
+                "publish(..., merge_lora=True) makes"
+            )
+        )
+    if MAIN_TRACK not in manifest.tracks:
+        there = ", ".join(manifest.tracks)
+        return Refusal.of(InvalidInput(f"{manifest.id} has no track {MAIN_TRACK!r} to resume from, but {there}"))
+    return Offer(manifest.id, manifest.encoded)
 
 
 def _live(channel: Channel, wants_state: bool) -> Iterator[Offer]:
-    offers = list(_readable(channel))
-    wants_state = wants_state and any(manifest and manifest.trainer_state for _, manifest, _ in offers)
-    for version, manifest, problem in offers:
+    # One manifest at a time, which may weigh megabytes, and no more of them than it takes to find a whole version.
+    wants_state = wants_state and any(manifest and manifest.trainer_state for _, manifest, _ in _readable(channel))
+    for version, manifest, problem in _readable(channel):
         if manifest is None:
             yield Offer(version, b"", problem)
         elif wants_state and not manifest.trainer_state:
@@ -84,7 +104,9 @@ def _readable(channel: Channel) -> Iterator[tuple[VersionId, Manifest | None, st
 def _nothing(channel: Channel, tried: Sequence[str]) -> CkptSyncError:
     url = channel.store.url
     if tried:
-        return BadManifest(f"{url} has versions, and none can be resumed from: {'; '.join(tried)}")
+        whole = any(manifest for _, manifest, _ in _readable(channel))
+        kind = BadManifest if whole else type(none_whole(url, channel.versions(), channel.manifest))
+        return kind(f"{url} has versions, and none can be resumed from: {'; '.join(tried)}")
     if channel.committed():
         return BadManifest(f"{url} has versions, and none is live, complete and full")
     sealed = [entry.path for entry in channel.store.list(DATA) if entry.path.endswith(f"/{SELF_COPY}")]

@@ -17,47 +17,45 @@ older one.
 
 from __future__ import annotations
 
-import logging
+import heapq
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from os import PathLike
+from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
+from . import logs
 from .channel import Channel
+from .delta import whole as whole_version
 from .digest import digest
 from .errors import BadShard, ChannelEmpty, CkptSyncError, Corrupt, InvalidInput, NotFound
-from .export.checks import check_items
-from .export.module import find_ties
-from .export.names import clean_names
-from .layout import TRAINER
-from .manifest import MAIN_TRACK, FileEntry, Manifest, TensorEntry, TensorSpec, Track, decode
+from .layout import TRAINER, trainer_files
+from .manifest import MAIN_TRACK, FileEntry, Manifest, decode
 from .ranks import Ranks
-from .resume_read import Part, check_inside, part_of, read_part, whole
-from .resume_search import Refusal, offered
+from .resume_match import Load, Resumable, match, targets_of
+from .resume_read import check_inside, read_part, whole
+from .resume_search import Offer, Refusal, offered
 from .shards.read import Header, check_header, read_header
-from .shards.tensors import TORCH_DTYPES, spec_of, tensor_bytes
-from .store import open_store
+from .shards.tensors import TORCH_DTYPES, tensor_bytes
+from .signing import Trust
 from .store.base import Reader, Store
 from .trainer_state import load_trainer_state
-from .verify import check_bytes
+from .verify import verified_chunks
 from .version import VersionId
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 PATIENCE = 60.0
 """Seconds that a file may take to appear to a rank after rank 0 has seen it: a file system is no barrier."""
 
 READERS = 4
 """Tensors that a rank reads at a time; it holds so many of its parts in host memory."""
-
-Resumable = nn.Module | Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +73,14 @@ class ResumePoint:
 
 
 def resume(
-    root: str | Store,
+    root: str | PathLike[str] | Store,
     model: Resumable,
-    version: str = "latest",
+    version: str | int = "latest",
     *,
     trainer_state: MutableMapping[str, Any] | None = None,
     allow_cast: bool = False,
     allow_empty: bool = False,
+    require_signature: str | Trust | None = None,
     timeout: float = 1800.0,
 ) -> ResumePoint | None:
     """Load a version into `model`, in place. Collective: call it on every rank.
@@ -89,7 +88,8 @@ def resume(
     `model`: a module (dense, DDP, FSDP2, tensor-parallel) or a dict of its tensors; parameters and persistent
     buffers, under the names that a publish of it would use. `version`: `latest`, `42` or `e2-v42`. `allow_cast`:
     load although float dtypes differ, such as published BF16 into F32 master weights. `timeout`: seconds that a
-    rank waits for the others.
+    rank waits for the others. `require_signature`: trusted public keys, a PEM file or its text, on every rank; versions
+    that none of them signed are passed over.
 
     `trainer_state`: a state dict as torch.distributed.checkpoint loads it, filled in place (a state dict that it
     returns for optimizers has to be set again afterwards). Weights and trainer state always come from one version:
@@ -104,8 +104,9 @@ def resume(
     """
     ranks = Ranks(timeout=timeout)
     with closing(ranks):
-        with ranks.together():
-            found = _Resume(root, model, ranks, allow_cast, trainer_state).run(version)
+        with ranks.together(), ExitStack() as views:
+            channel = Channel.open(root, require_signature=require_signature)
+            found = _Resume(channel, model, ranks, views, allow_cast, trainer_state).run(version)
         if not isinstance(found, Refusal):
             return found
     if found.kind == ChannelEmpty.__name__ and allow_empty:
@@ -113,33 +114,33 @@ def resume(
     raise found.error()
 
 
-class _Load(NamedTuple):
-    """One tensor to load: from which entry, into what, and which part of it this rank holds."""
-
-    entry: TensorEntry
-    target: torch.Tensor
-    part: Part
-
-
 class _Resume:
     """One call of `resume`, on one rank."""
 
     def __init__(
         self,
-        root: str | Store,
+        channel: Channel,
         model: Resumable,
         ranks: Ranks,
+        views: ExitStack,
         allow_cast: bool,
         trainer_state: MutableMapping[str, Any] | None,
     ) -> None:
-        self._store = open_store(root) if isinstance(root, str) else root
+        self._channel = channel
+        self._store = self._channel.store
+        self._views = views
         self._ranks, self._allow_cast, self._trainer_state = ranks, allow_cast, trainer_state
         self._targets = targets_of(model)
         ranks.same([f"{name} {list(t.shape)}" for name, t in self._targets.items()], "the tensors to resume into")
 
-    def run(self, version: str) -> ResumePoint | Refusal:
+    def run(self, version: str | int) -> ResumePoint | Refusal:
         wants_state = self._trainer_state is not None
-        offers = offered(Channel.open(self._store), version, wants_state) if self._ranks.is_writer else None
+        if not self._ranks.is_writer:
+            return self._first_whole(version, None)
+        with closing(offered(self._channel, version, wants_state)) as offers:
+            return self._first_whole(version, offers)
+
+    def _first_whole(self, version: str | int, offers: Iterator[Offer | Refusal] | None) -> ResumePoint | Refusal:
         passed: dict[VersionId, str] = {}
         while True:
             offer = self._ranks.broadcast(next(offers) if offers is not None else None)
@@ -147,6 +148,7 @@ class _Resume:
                 return offer
             if offer is None:
                 raise InvalidInput("rank 0 offers nothing")
+            self._store = self._channel.store
             problem = offer.problem or self._problem(manifest := decode(offer.manifest, expect=offer.version))
             if not problem:
                 return self._take(manifest, passed)
@@ -154,30 +156,48 @@ class _Resume:
                 return Refusal(BadShard.__name__, f"{offer.version} cannot be resumed from: {problem}")
             passed[offer.version] = problem
             if self._ranks.is_writer:
-                log.warning("%s is passed over: %s", offer.version, problem)
+                log.warning(
+                    "%s is passed over: %s",
+                    offer.version,
+                    problem,
+                    extra=logs.about(offer.version, event="passed-over"),
+                )
 
     def _problem(self, manifest: Manifest) -> str:
         """Why the version's bytes are not those that its manifest lists; empty if they are."""
         self._loads = match(self._targets, manifest.tracks[MAIN_TRACK], manifest.id, self._allow_cast)
+        if manifest.kind == "delta" and (problem := self._rebuild(manifest)):
+            return problem
         share = shares(self._files(manifest), self._ranks.world_size)[self._ranks.rank]
         missing = absent(self._store, manifest, self._files(manifest)) if self._ranks.is_writer else ""
         if missing := self._ranks.broadcast(missing):
             return missing
         return next(filter(None, self._ranks.gather(self._verify(manifest, share))), "")
 
+    def _rebuild(self, manifest: Manifest) -> str:
+        """Look at a delta version as the full one that it stands for, from here on."""
+        self._views.close()
+        problem = ""
+        try:
+            self._store, _ = self._views.enter_context(whole_version(self._channel, manifest))
+        except (Corrupt, NotFound) as error:
+            problem = str(error)
+        return next(filter(None, self._ranks.gather(problem)), "")
+
     def _files(self, manifest: Manifest) -> list[tuple[str, FileEntry]]:
         files = [(file.name, file) for file in manifest.tracks[MAIN_TRACK].files]
         if self._trainer_state is not None:
-            files += [(f"{TRAINER}/{file.name}", file) for file in manifest.trainer_state]
+            files += trainer_files(manifest)
         return files
 
     def _verify(self, manifest: Manifest, share: Sequence[tuple[str, FileEntry]]) -> str:
         try:
             for path, file in share:
                 with closing(self._open(f"{manifest.folder}/{path}")) as reader:
-                    check_bytes(reader, file, manifest.digest, lambda _: None)
+                    for _ in verified_chunks(reader, file, manifest.digest, path):
+                        pass
         except (Corrupt, NotFound) as error:
-            return f"{path}: {error}"
+            return str(error)
         return ""
 
     def _open(self, path: str) -> Reader:
@@ -202,103 +222,17 @@ class _Resume:
         )
 
 
-# -- what goes where -----------------------------------------------------------------------------------------
-
-
-def targets_of(model: Resumable) -> dict[str, torch.Tensor]:
-    """Clean name -> the live tensor. InvalidInput, naming it, for what cannot be loaded into."""
-    if isinstance(model, nn.Module):
-        _refuse_fsdp1(model)
-        # As for a publish: FSDP2 goes back to its sharded parameters when it is asked for its state dict.
-        state: Mapping[str, torch.Tensor] = model.state_dict(keep_vars=True)
-    else:
-        state = model
-    check_items(state)
-    clean = clean_names(state).clean
-    meta = [name for name, tensor in state.items() if tensor.is_meta]
-    if meta:
-        raise InvalidInput(f"{len(meta)} tensors are on the meta device, such as {meta[0]!r}: call to_empty() first")
-    return {clean[name]: tensor for name, tensor in state.items()}
-
-
-def _refuse_fsdp1(model: nn.Module) -> None:
-    for name, part in model.named_modules():
-        if type(part).__name__ == "FullyShardedDataParallel":
-            raise InvalidInput(f"module {name!r} is wrapped by FSDP1: resume before wrapping, or use fully_shard")
-
-
-def match(
-    targets: Mapping[str, torch.Tensor], track: Track, version: VersionId, allow_cast: bool = False
-) -> list[_Load]:
-    """Every tensor of the model with its entry; InvalidInput unless the version fits the model exactly.
-
-    A tied tensor is loaded once, and counts as there if any of its names is.
-    """
-    entries = {entry.name: entry for entry in track.tensors}
-    ties = find_ties(targets)
-    names = {name: _provided(name, ties, entries) for name in targets}
-    missing = [name for name, found in names.items() if found is None]
-    used = {_stored(found, entries).name for found in names.values() if found is not None}
-    unexpected = [name for name, entry in entries.items() if _stored(entry, entries).name not in used]
-    loads, problems = [], []
-    for name, entry in names.items():
-        if entry is None:
-            continue
-        if problem := _misfit(entry.spec, spec_of(name, targets[name]), allow_cast):
-            problems.append(problem)
-        elif name in ties:
-            if entry.digest != (names[ties[name]] or entry).digest:
-                problems.append(f"{name} is tied to {ties[name]} in the model, and differs from it in the version")
-        else:
-            loads.append(_Load(_stored(entry, entries), targets[name], part_of(name, targets[name])))
-    _refuse(version, {"missing": missing, "unexpected": unexpected, "of another shape, dtype or tie": problems})
-    return loads
-
-
-def _provided(name: str, ties: Mapping[str, str], entries: Mapping[str, TensorEntry]) -> TensorEntry | None:
-    first = ties.get(name, name)
-    group = (name, first, *(other for other, owner in ties.items() if owner == first))
-    return next((entries[each] for each in group if each in entries), None)
-
-
-def _stored(entry: TensorEntry, entries: Mapping[str, TensorEntry]) -> TensorEntry:
-    for _ in entries:
-        if not entry.alias_of:
-            return entry
-        entry = entries[entry.alias_of]
-    raise BadShard(f"tensor {entry.name!r} is tied in a circle")
-
-
-def _misfit(stored: TensorSpec, wanted: TensorSpec, allow_cast: bool) -> str:
-    name = wanted.name
-    if stored.shape != wanted.shape:
-        return f"{name} {list(stored.shape)}, in the model {list(wanted.shape)}"
-    if stored.dtype == wanted.dtype:
-        return ""
-    both = [TORCH_DTYPES.get(spec.dtype) for spec in (stored, wanted)]
-    floats = all(dtype is not None and dtype.is_floating_point for dtype in both)
-    hint = " (allow_cast=True casts)" if floats else ""
-    return "" if allow_cast and floats else f"{name} {stored.dtype}, in the model {wanted.dtype}{hint}"
-
-
-def _refuse(version: VersionId, problems: Mapping[str, Sequence[str]]) -> None:
-    told = [f"{len(names)} {what} ({', '.join(names[:3])}{', ...' * (len(names) > 3)})"
-            for what, names in problems.items() if names]  # fmt: skip
-    if told:
-        raise InvalidInput(f"{version} does not fit the model: {'; '.join(told)}. Nothing was changed")
-
-
 # -- bytes ---------------------------------------------------------------------------------------------------
 
 
 def shares(files: Sequence[tuple[str, FileEntry]], count: int) -> list[list[tuple[str, FileEntry]]]:
     """The files in `count` shares of about as many bytes each; the same on every rank."""
     split: list[list[tuple[str, FileEntry]]] = [[] for _ in range(count)]
-    load = [0] * count
+    loads = [(0, rank) for rank in range(count)]
     for file in sorted(files, key=lambda item: (-item[1].size, item[0])):
-        least = load.index(min(load))
+        load, least = loads[0]
         split[least].append(file)
-        load[least] += file[1].size
+        heapq.heapreplace(loads, (load + file[1].size, least))
     return split
 
 
@@ -323,9 +257,9 @@ def open_patiently(store: Store, path: str, seconds: float) -> Reader:
             time.sleep(0.5)
 
 
-def fill(loads: Sequence[_Load], manifest: Manifest, open_file: Callable[[str], Reader]) -> None:
+def fill(loads: Sequence[Load], manifest: Manifest, open_file: Callable[[str], Reader]) -> None:
     """Read this rank's part of every tensor into the model, file by file, several tensors at a time."""
-    by_file: OrderedDict[str, list[_Load]] = OrderedDict()
+    by_file: OrderedDict[str, list[Load]] = OrderedDict()
     for load in loads:
         if all(load.part) or not load.part:  # of some tensors this rank holds nothing
             by_file.setdefault(load.entry.file, []).append(load)
@@ -337,9 +271,9 @@ def fill(loads: Sequence[_Load], manifest: Manifest, open_file: Callable[[str], 
             _fill_from(reader, header, wanted, manifest.digest)
 
 
-def _fill_from(reader: Reader, header: Header, loads: Sequence[_Load], algorithm: str) -> None:
-    with ThreadPoolExecutor(READERS, thread_name_prefix="ckptsync-resume") as pool:
-        pending: list[tuple[_Load, Future[torch.Tensor]]] = []
+def _fill_from(reader: Reader, header: Header, loads: Sequence[Load], algorithm: str) -> None:
+    with logs.Pool(READERS, thread_name_prefix="ckptsync-resume") as pool:
+        pending: list[tuple[Load, Future[torch.Tensor]]] = []
         for load in loads:
             pending.append((load, pool.submit(_read, reader, header, load, algorithm)))
             if len(pending) == READERS:
@@ -348,7 +282,7 @@ def _fill_from(reader: Reader, header: Header, loads: Sequence[_Load], algorithm
             _copy(*each)
 
 
-def _read(reader: Reader, header: Header, load: _Load, algorithm: str) -> torch.Tensor:
+def _read(reader: Reader, header: Header, load: Load, algorithm: str) -> torch.Tensor:
     stored, shape = header.tensors[load.entry.name], tuple(load.target.shape)
     check_inside(load.entry.name, load.part, shape)
     if stored.spec.dtype not in TORCH_DTYPES:
@@ -360,7 +294,7 @@ def _read(reader: Reader, header: Header, load: _Load, algorithm: str) -> torch.
 
 
 @torch.no_grad()
-def _copy(load: _Load, data: Future[torch.Tensor]) -> None:
+def _copy(load: Load, data: Future[torch.Tensor]) -> None:
     target = load.target.detach()
     local = target.to_local() if isinstance(target, DTensor) else target
     local.copy_(data.result())

@@ -6,10 +6,12 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from .config import Writers
+from .manifest import TensorSpec
 from .ranks import Ranks
 from .shards.plan import ShardPlan, layer_of, plan_shards
 
@@ -68,8 +70,14 @@ def assign_file(walk: Walk, file: str) -> Assignment:
     return Assignment(walk=walk, shares={0: items}, plans={0: [ShardPlan(file, specs)]})
 
 
-def _plans(share: Sequence[Item], shard_bytes: int) -> list[ShardPlan]:
-    return plan_shards([spec for item in share for _, spec in item.outputs or ()], max_bytes=shard_bytes)
+def _plans(share: Sequence[Item], shard_bytes: int) -> tuple[ShardPlan, ...]:
+    return _planned(tuple(spec for item in share for _, spec in item.outputs or ()), shard_bytes)
+
+
+@lru_cache(maxsize=8)
+def _planned(specs: tuple[TensorSpec, ...], shard_bytes: int) -> tuple[ShardPlan, ...]:
+    """A training publishes the same tensors at each step, and waits for this."""
+    return tuple(plan_shards(specs, max_bytes=shard_bytes))
 
 
 def _numbered(each: Mapping[int, Sequence[ShardPlan]]) -> dict[int, list[ShardPlan]]:

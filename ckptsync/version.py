@@ -39,6 +39,13 @@ def parse_stem(stem: str) -> VersionId | None:
     return found if found and found.stem == stem else None
 
 
+def parse_label(label: str) -> VersionId | None:
+    """The identity of `e1-v42`, as engines and receipts carry it, or None for anything else."""
+    match = _LABEL.fullmatch(label)
+    found = VersionId(int(match[1]), int(match[2])) if match and match[1] else None
+    return found if found and found.label == label else None
+
+
 class VersionQuery(NamedTuple):
     """What a person asked for: an exact identity, a number in whatever epoch is live, or `latest` (both None)."""
 
@@ -46,11 +53,18 @@ class VersionQuery(NamedTuple):
     number: int | None
 
 
-def parse_query(text: str) -> VersionQuery:
-    """`latest`, `42`, `v42`, `e2-v42` or a stem. Raises InvalidName for anything else."""
+def parse_query(text: str | int) -> VersionQuery:
+    """`latest`, `42`, `v42`, `e2-v42` or a stem; a number may be an int. Raises InvalidName for anything else."""
     if text == "latest":
         return VersionQuery(None, None)
-    match = _LABEL.fullmatch(text)
+    match = _LABEL.fullmatch(str(text))
     if not match:
         raise InvalidName(f"{text!r} is not a version: use latest, 42 or e2-v42")
     return VersionQuery(int(match[1]) if match[1] else None, int(match[2]))
+
+
+def label_version(label: str) -> VersionId | None:
+    """The identity of exactly `e1-v42`, or None for anything else."""
+    match = _LABEL.fullmatch(label)
+    found = VersionId(int(match[1]), int(match[2])) if match and match[1] else None
+    return found if found and found.label == label else None

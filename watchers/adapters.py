@@ -15,16 +15,16 @@ again from the others.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from ckptsync.engine import Confirmation, EngineStatus, StagedVersion
+from ckptsync import logs
+from ckptsync.engine import Confirmation, EngineStatus, StagedVersion, Versioned
 from ckptsync.errors import EngineError, EngineRefused, InvalidInput, InvalidName, ProofFailed
 from ckptsync.manifest import TensorSpec, check_basename
 from ckptsync.version import VersionId, parse_query
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 
 class AdapterHost(Protocol):
@@ -50,7 +50,7 @@ class AdapterHost(Protocol):
     def close(self) -> None: ...
 
 
-class AdapterEngine:
+class AdapterEngine(Versioned):
     """Adapter versions on one or several replicas, behind the engine contract. Full versions are refused.
 
     `name`: what requests put before the version, as in `policy@e1-v12`. `staleness`: how many older versions
@@ -71,6 +71,10 @@ class AdapterEngine:
     @property
     def name(self) -> str:
         return " + ".join(replica.name for replica in self._replicas)
+
+    @property
+    def replicas(self) -> Sequence[AdapterHost]:
+        return self._replicas
 
     def adapter_name(self, label: str) -> str:
         """What requests ask for: `policy@e1-v12`."""
@@ -109,10 +113,13 @@ class AdapterEngine:
             raise EngineRefused(f"{name} was not loaded on every replica: {error}{left}") from error
 
     def finish(self, version: StagedVersion) -> None:
-        """Unload what lies before the staleness window. An engine that does not want to is only told again at
-        the next version."""
+        self.retire(version.manifest.id)
+
+    def retire(self, version: VersionId) -> None:
+        """Unload what lies before the staleness window of `version`. An engine that does not want to is only told again
+        at the next version."""
         for replica in self._replicas:
-            loaded = [each for each in sorted(self._versions(replica)) if each != version.manifest.id]
+            loaded = [each for each in sorted(self._versions(replica)) if each != version]
             for old in loaded[: len(loaded) - self.staleness] if len(loaded) > self.staleness else []:
                 _unload(replica, self.adapter_name(old.label))
 
@@ -160,6 +167,7 @@ def _unload(replica: AdapterHost, name: str) -> bool:
     try:
         replica.unload_adapter(name)
     except EngineError as error:
-        log.warning("%s: %s stays loaded: %s", replica.name, name, error)
+        more = {"event": "adapter-stays", "engine": replica.name}
+        log.warning("%s: %s stays loaded: %s", replica.name, name, error, extra=more)
         return False
     return True

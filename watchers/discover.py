@@ -6,16 +6,17 @@ none for what others write, and a rename arrives as delete and create.
 
 from __future__ import annotations
 
-import logging
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from ckptsync import host, logs
 from ckptsync.channel import Channel
-from ckptsync.errors import ChannelEmpty, Corrupt, VersionNotFound
+from ckptsync.errors import ChannelEmpty, Corrupt, InvalidName, VersionGone, VersionNotFound
 from ckptsync.layout import MANIFESTS
 from ckptsync.manifest import Manifest
 from ckptsync.version import VersionId, VersionQuery, parse_query
@@ -23,7 +24,7 @@ from ckptsync.version import VersionId, VersionQuery, parse_query
 if TYPE_CHECKING:
     from watchdog.observers.api import BaseObserver
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 Verdict = Literal["try", "wait", "never"]
 """May this version be tried now, later, or not again (see `refusals`)?"""
@@ -39,11 +40,38 @@ class Subscription(Protocol):
         ...
 
 
-def subscribe(follow: str) -> Subscription:
-    """`latest`, `every`, or a version such as `42` or `e2-v42`. Raises InvalidName for anything else."""
-    if follow == "every":
-        return Every()
-    query = parse_query(follow)
+class VersionsMissed(VersionGone):
+    """Versions that a subscription to every one was still to take were collected. `last` is the newest of them."""
+
+    def __init__(self, message: str, last: VersionId | None = None) -> None:
+        super().__init__(message)
+        self.last = last
+
+
+_EVERY = re.compile(r"every(?::([1-9]\d{0,9}))?", re.ASCII)
+_STEP = re.compile(r"step>=(\d{1,18})", re.ASCII)
+
+
+def subscribe(follow: str | Subscription) -> Subscription:
+    """What text means; InvalidName if nothing.
+
+    `latest`              the newest
+    `42`, `e2-v42`        that version, and nothing after it
+    `every`, `every:10`   each in order, or each whose number is a multiple of 10
+    `step>=500`           the newest, from the first one whose step is at least 500
+    """
+    if not isinstance(follow, str):
+        return follow
+    if found := _EVERY.fullmatch(follow):
+        return Every(int(found[1] or 1))
+    if found := _STEP.fullmatch(follow):
+        return FromStep(int(found[1]))
+    try:
+        query = parse_query(follow)
+    except InvalidName:
+        raise InvalidName(
+            f"{follow!r} cannot be followed: use latest, every, every:10, 'step>=500', or a version such as e2-v42"
+        ) from None
     return Latest() if query.number is None else Exactly(follow, query)
 
 
@@ -75,21 +103,89 @@ class Latest:
         yield from _readable(channel, [v for v in reversed(channel.versions()) if v < newest])
 
 
-class Every:
-    """Every live version in order, from the oldest that is kept. One that is still to be tried again holds
-    the line."""
+class FromStep:
+    """As `Latest`, as soon as the newest version's step is far enough."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self._latest = step, Latest()
 
     def next(
         self, channel: Channel, current: VersionId | None, verdict: Callable[[Manifest], Verdict]
     ) -> Manifest | None:
         newest = channel.poll()
-        if newest is None or newest == current:
+        # The newest alone decides whether to look at all: before its time is come, nobody reads what lies before it.
+        if newest is None or not all(self._is_due(manifest) for manifest in _readable(channel, [newest])):
             return None
-        for manifest in _readable(channel, [v for v in channel.versions() if current is None or v > current]):
-            answer = verdict(manifest)
-            if answer != "never":
-                return manifest if answer == "try" else None
+        return self._latest.next(channel, current, lambda m: verdict(m) if self._is_due(m) else "never")
+
+    def _is_due(self, manifest: Manifest) -> bool:
+        return manifest.step is not None and manifest.step >= self.step
+
+
+class Every:
+    """Every live version in order, from the oldest that is kept, or of these each whose number is a multiple of
+    `interval`. One that is still to be tried again holds the line.
+
+    VersionsMissed, once for each gap, if retention was faster: the next call goes on after it. A version that is to
+    be taken whatever happens is pinned, or kept by `keep_every` with the same interval.
+    """
+
+    def __init__(self, interval: int = 1) -> None:
+        self.interval = interval
+        self._missed: VersionId | None = None
+        self._there: frozenset[VersionId] | None = None
+        self._previous: dict[VersionId, VersionId | None] = {}
+        self._seen: tuple[VersionId | None, VersionId] | None = None
+
+    def next(
+        self, channel: Channel, current: VersionId | None, verdict: Callable[[Manifest], Verdict]
+    ) -> Manifest | None:
+        newest = channel.poll()
+        if newest is None or newest == current or self._seen == (current, newest):
+            return None
+        before, asked, live = current, False, channel.versions()
+        self._previous = {version: self._previous[version] for version in live if version in self._previous}
+        if self._there is None:
+            self._there = frozenset(live) if current is None else frozenset()
+        for version in [v for v in live if current is None or v > current]:
+            self._check_gap(channel, before, version)
+            before = version
+            for manifest in _readable(channel, [version] if version.number % self.interval == 0 else []):
+                answer, asked = verdict(manifest), True
+                if answer != "never":
+                    return manifest if answer == "try" else None
+        if not asked:
+            self._seen = current, newest
         return None
+
+    def _check_gap(self, channel: Channel, before: VersionId | None, version: VersionId) -> None:
+        """Does `version` follow on `before`? A manifest says which one came before it."""
+        previous = self._previous_of(channel, version)
+        if before is None or previous is None or previous <= before or self._is_old_news(previous):
+            return
+        first = before.number + 1 if before.epoch == previous.epoch else previous.number
+        wanted = previous.number // self.interval * self.interval
+        if wanted < first or previous in channel.committed():
+            return
+        self._missed = previous
+        raise VersionsMissed(
+            f"versions after {before}, up to {previous}, were collected before they were taken: keep more of them, pin "
+            "them, or be faster",
+            previous,
+        )
+
+    def _is_old_news(self, previous: VersionId) -> bool:
+        """Said already, or collected before this reader came and began with the oldest that was left."""
+        if self._missed is not None and previous <= self._missed:
+            return True
+        there = self._there or frozenset()
+        return previous not in there and previous < max(there, default=previous)
+
+    def _previous_of(self, channel: Channel, version: VersionId) -> VersionId | None:
+        if version not in self._previous:
+            for manifest in _readable(channel, [version]):
+                self._previous[version] = manifest.previous or None
+        return self._previous.get(version)
 
 
 class Exactly:
@@ -101,6 +197,7 @@ class Exactly:
     def next(
         self, channel: Channel, current: VersionId | None, verdict: Callable[[Manifest], Verdict]
     ) -> Manifest | None:
+        channel.poll()  # for how far behind it is
         if current is not None and self._is(current):
             return None
         try:
@@ -111,6 +208,25 @@ class Exactly:
 
     def _is(self, version: VersionId) -> bool:
         return version.number == self.query.number and self.query.epoch in {None, version.epoch}
+
+
+class Following:
+    """What was asked for at the start, and what is followed since a version was loaded by hand. `name` says which."""
+
+    def __init__(self, follow: str | Subscription) -> None:
+        self._now = subscribe(follow)
+        self.name = str(follow)
+        self._started: str | Subscription = "latest" if isinstance(self._now, Exactly) else follow
+
+    def next(
+        self, channel: Channel, current: VersionId | None, verdict: Callable[[Manifest], Verdict]
+    ) -> Manifest | None:
+        return self._now.next(channel, current, verdict)
+
+    def loaded(self, text: str | int, version: VersionId) -> None:
+        """`text` was asked for and `version` loaded: stay on it; after `latest` go on as at the start."""
+        follow = self._started if text == "latest" else version.label
+        self._now, self.name = subscribe(follow), str(follow)
 
 
 def left_behind(channel: Channel, version: VersionId) -> bool:
@@ -127,6 +243,11 @@ def _readable(channel: Channel, versions: list[VersionId]) -> Iterator[Manifest]
             yield channel.manifest(version)
         except (VersionNotFound, Corrupt):
             continue  # `Channel.poll` has warned of it once, by name
+
+
+AWAY = 10.0
+"""Longest rest, in seconds, of a watcher whose engine or store is away: a restarted engine answers with the weights
+that it started on until it is looked at."""
 
 
 class Backoff:
@@ -183,9 +304,12 @@ class Wake:
         fresh = [folder for folder in folders if folder not in self._watched and os.path.isdir(folder)]
         for folder in fresh:
             try:
-                self._schedule(folder)
+                with host.threads():
+                    self._schedule(folder)
             except OSError as error:  # e.g. the user's limit of inotify watches
-                log.warning("no file system events for %s (%s): polling alone", folder, error)
+                log.warning(
+                    "no file system events for %s (%s): polling alone", folder, error, extra={"event": "no-inotify"}
+                )
                 self.close()
                 return False
             self._watched.add(folder)

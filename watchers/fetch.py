@@ -12,18 +12,23 @@ still maps that version's files.
 from __future__ import annotations
 
 import errno
-import mmap
 import os
+import stat
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ckptsync import host
 from ckptsync.digest import hasher
 from ckptsync.errors import BadShard, CkptSyncError, StoreDenied, StoreError, StoreFull, StoreUnavailable
+from ckptsync.logs import Pool
 from ckptsync.manifest import FileEntry
-from ckptsync.store.base import Reader, Store
+from ckptsync.store import direct
+from ckptsync.store.base import Reader, Store, made_from
+from ckptsync.wording import exact_bytes
 
 CHUNK = 16 << 20
 """Bytes per read. A multiple of every block and page size, so that a local store can read with O_DIRECT."""
@@ -56,22 +61,23 @@ def fetch(store: Store, wanted: Iterable[Download], progress: Callable[[int], No
     if the stage runs full. After an error no read is left running, and the unfinished target is removed.
     """
     window: deque[_Range] = deque()
-    buffers: list[mmap.mmap] = []
+    unfinished: list[_Local] = []
+    buffers: list[memoryview] = []
     failed: list[CkptSyncError] = []
-    with ThreadPoolExecutor(IN_FLIGHT, thread_name_prefix="ckptsync-stage") as pool:
+    with Pool(IN_FLIGHT, thread_name_prefix="ckptsync-stage") as pool:
         try:
-            for local, offset, length in _ranges(store, wanted, failed):
-                buffer = buffers.pop() if buffers else mmap.mmap(-1, CHUNK)
+            for local, offset, length in _ranges(store, wanted, unfinished, failed):
+                buffer = buffers.pop() if buffers else direct.aligned(CHUNK)
                 window.append(_submit(pool, local, offset, length, buffer))
                 if len(window) == IN_FLIGHT + AHEAD:
                     buffers.append(window[0].buffer)
-                    yield from _land(window, progress)
+                    yield from _land(window, unfinished, progress)
             while window:
-                yield from _land(window, progress)
+                yield from _land(window, unfinished, progress)
             if failed:
                 raise failed[0]
         finally:
-            _abandon(window)
+            _abandon(window, unfinished)
 
 
 class _Local:
@@ -92,7 +98,7 @@ class _Local:
         # Before any allocation: the store's size is the first thing that a torn or tampered file gets wrong.
         entry, found = self.download.entry, self.reader.size
         if found != entry.size:
-            raise BadShard(f"{entry.name}: {found} bytes on the store, {entry.size} in the manifest")
+            raise BadShard(f"{self.download.source}: {found} bytes on the store, {entry.size} in the manifest")
 
     def move(self, offset: int, view: memoryview) -> None:
         """Read one range, and write it. Runs in the pool, several at once."""
@@ -107,7 +113,8 @@ class _Local:
     def check_digest(self) -> None:
         entry, found = self.download.entry, self.state.hexdigest()
         if found != entry.digest:
-            raise BadShard(f"{entry.name}: {self.download.algorithm} is {found}, {entry.digest} in the manifest")
+            wrong = f"{self.download.source}: {self.download.algorithm} is {found}, {entry.digest} in the manifest"
+            raise BadShard(wrong + made_from(self.reader))
 
     def close(self) -> None:
         self.reader.close()
@@ -123,13 +130,15 @@ def _open(store: Store, path: str) -> Reader:
 
 class _Range(NamedTuple):
     local: _Local
-    buffer: mmap.mmap
+    buffer: memoryview
     view: memoryview
     moved: Future[None]
     last: bool
 
 
-def _ranges(store: Store, wanted: Iterable[Download], failed: list[CkptSyncError]) -> Iterator[tuple[_Local, int, int]]:
+def _ranges(
+    store: Store, wanted: Iterable[Download], unfinished: list[_Local], failed: list[CkptSyncError]
+) -> Iterator[tuple[_Local, int, int]]:
     """(file, offset, length). Ends at a file that cannot be opened: those before it are finished first, and
     kept."""
     for download in wanted:
@@ -138,18 +147,19 @@ def _ranges(store: Store, wanted: Iterable[Download], failed: list[CkptSyncError
         except CkptSyncError as error:
             failed.append(error)
             return
+        unfinished.append(local)
         size = download.entry.size
         for offset in range(0, max(size, 1), CHUNK):
             yield local, offset, min(CHUNK, size - offset)
 
 
-def _submit(pool: ThreadPoolExecutor, local: _Local, offset: int, length: int, buffer: mmap.mmap) -> _Range:
-    view = memoryview(buffer)[:length]
+def _submit(pool: Pool, local: _Local, offset: int, length: int, buffer: memoryview) -> _Range:
+    view = buffer[:length]
     moved = pool.submit(local.move, offset, view)
     return _Range(local, buffer, view, moved, last=offset + length == local.download.entry.size)
 
 
-def _land(window: deque[_Range], progress: Callable[[int], None]) -> Iterator[Download]:
+def _land(window: deque[_Range], unfinished: list[_Local], progress: Callable[[int], None]) -> Iterator[Download]:
     """Take the oldest range into the digest. Popped only when it is right: what is left is cleaned up."""
     local, _, view, moved, last = window[0]
     moved.result()
@@ -159,16 +169,17 @@ def _land(window: deque[_Range], progress: Callable[[int], None]) -> Iterator[Do
     window.popleft()
     progress(len(view))
     if last:
+        unfinished.remove(local)
         local.close()
         yield local.download
 
 
-def _abandon(window: deque[_Range]) -> None:
+def _abandon(window: deque[_Range], unfinished: list[_Local]) -> None:
     """After an error: stop what has not begun, wait for the rest, and leave no unfinished file."""
-    for unfinished in window:
-        unfinished.moved.cancel()
-    wait([unfinished.moved for unfinished in window])
-    for local in {id(unfinished.local): unfinished.local for unfinished in window}.values():
+    for each in window:
+        each.moved.cancel()
+    wait([each.moved for each in window])
+    for local in unfinished:
         local.close()
         os.unlink(local.download.target)
 
@@ -180,10 +191,37 @@ def _new_file(path: str) -> int:
         raise local_error(error, path) from error
 
 
+@contextmanager
+def local_errors(folder: str) -> Iterator[None]:
+    """What the stage's own file system says in here is one of our errors: of them a watcher goes on, of a bug it
+    ends."""
+    with host.refusals(f"the stage cannot use {folder}"):
+        try:
+            yield
+        except CkptSyncError:
+            raise
+        except OSError as error:
+            raise local_error(error, error.filename or folder) from error
+
+
+def private_folder(path: str) -> str:
+    """Made if need be, readable by this user alone. StoreDenied if it is another's: /dev/shm and /tmp are everybody's,
+    and what another user put there under our name is not followed."""
+    try:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        found = os.lstat(path)
+    except OSError as error:
+        raise local_error(error, path) from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise StoreDenied(f"{path} is not a folder of ours: choose another stage")
+    return path
+
+
 def local_error(error: OSError, path: str, size: int = 0) -> StoreError:
     """What the stage's own file system said, as one of our errors."""
     if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
-        return StoreFull(f"the stage has no room for {path} ({size} bytes): {error.strerror}")
+        needed = f", {exact_bytes(size)}" if size else ""
+        return StoreFull(f"the stage has no room for {path}{needed}: {error.strerror}")
     if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP}:
-        return StoreDenied(f"the stage may not write {path}: {error.strerror}")
-    return StoreUnavailable(f"the stage cannot write {path}: {error.strerror}")
+        return StoreDenied(f"the stage may not use {path}: {error.strerror}")
+    return StoreUnavailable(f"the stage cannot use {path}: {host.said(error)}")

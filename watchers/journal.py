@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import stat
+from typing import NamedTuple
 
 import msgspec
 
@@ -28,11 +29,20 @@ class _Line(msgspec.Struct, frozen=True):
     modified: int
 
 
+class _Place(NamedTuple):
+    """How far a journal was read."""
+
+    inode: int
+    offset: int
+
+
 class Journal:
     """One version's journal. Written by whoever fills the version, read by all."""
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self._known: set[_Line] = set()
+        self._read = _Place(0, 0)
 
     def vouches(self, path: str, entry: FileEntry) -> bool:
         """Is the file at `path` known to be `entry`, unchanged since it was verified?"""
@@ -57,18 +67,26 @@ class Journal:
             file.write(msgspec.json.encode(line) + b"\n")
 
     def _lines(self) -> set[_Line]:
+        """Reads what came since the last call: a version of a thousand files asks a thousand times."""
         try:
             with open(self.path, "rb") as file:
-                return {line for raw in file.read().splitlines() if (line := _parse(raw)) is not None}
+                inode = os.fstat(file.fileno()).st_ino
+                if inode != self._read.inode:
+                    self._known, self._read = set(), _Place(inode, 0)
+                file.seek(self._read.offset)
+                whole = file.read().rpartition(b"\n")[0]  # the last line may be one of a process that was killed
         except FileNotFoundError:
             return set()
+        self._known |= {line for raw in whole.splitlines() if (line := _parse(raw)) is not None}
+        self._read = _Place(inode, self._read.offset + len(whole))
+        return self._known
 
 
 def _parse(raw: bytes) -> _Line | None:
     try:
         return msgspec.json.decode(raw, type=_Line)
     except msgspec.DecodeError:
-        return None  # the last line of a process that was killed
+        return None  # a line that a killed process began, and the next one's behind it
 
 
 def _line(path: str, entry: FileEntry) -> _Line | None:

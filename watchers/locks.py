@@ -25,12 +25,13 @@ def acquire(path: str, *, exclusive: bool, wait: bool = True) -> int | None:
         except BaseException:
             os.close(handle)
             raise
-        if _is_still(handle, path):
+        if is_still(handle, path):
             return handle
         os.close(handle)  # the file was removed while we waited: its lock excludes nobody any more
 
 
-def _is_still(handle: int, path: str) -> bool:
+def is_still(handle: int, path: str) -> bool:
+    """Whether a lock that is held is the one that others would wait for."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(handle), os.stat(path))
     return False

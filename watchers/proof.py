@@ -1,25 +1,23 @@
-"""Proof that a version fits, and that the engine holds it. Level 1, the files' digests, is taken while
-staging.
+"""Does a version fit an engine, and does the engine report it? `levels` says which of it is demanded.
 
-- Level 2, before the engine is touched: every tensor that the engine needs is in the version, with its
-  shape and dtype, and nothing else is. An engine's HTTP 200 proves neither: some serve uninitialised memory
-  for a tensor that never came.
-- Level 3, after the load: the label and the fingerprint that the engine itself reports.
+- Before the engine is touched: every tensor that the engine needs is in the version, with its shape and dtype, and
+  nothing else is. An engine's HTTP 200 proves neither: some serve uninitialised memory for a tensor that never came.
+- After the load: the label and the fingerprint that the engine itself reports.
 """
 
 from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
 from ckptsync.engine import Confirmation, StagedVersion
 from ckptsync.errors import BadShard, InvalidName, ProofFailed, SchemaMismatch
 from ckptsync.manifest import MAIN_TRACK, Manifest, TensorSpec, Track, check_basename, tensor_specs
+from ckptsync.schema import differences
 
-_FLOATS = {"F64", "F32", "F16", "BF16"}
 _SHOWN = 3
 
 
@@ -43,43 +41,10 @@ def check_schema(
     track = manifest.tracks.get(MAIN_TRACK)
     if track is None:
         raise SchemaMismatch(f"{manifest.id} has no track {MAIN_TRACK!r}, only {', '.join(sorted(manifest.tracks))}")
-    problems = list(_differences(track, schema, allow_cast))
+    ties = {tensor.name: tensor.alias_of for tensor in track.tensors if tensor.alias_of}
+    problems = differences(tensor_specs(track), ties, schema, allow_cast=allow_cast)
     if problems:
         raise SchemaMismatch(f"{manifest.id} does not fit {engine}: {'; '.join(problems)}")
-
-
-def _differences(track: Track, schema: Mapping[str, TensorSpec], allow_cast: bool) -> Iterable[str]:
-    provided = tensor_specs(track)
-    missing = [name for name in schema if name not in provided]
-    unexpected = _unexpected(track, schema)
-    both = [(provided[name], needed) for name, needed in schema.items() if name in provided]
-    shapes = [f"{p.name} {_dims(p)} but the engine has {_dims(n)}" for p, n in both if p.shape != n.shape]
-    dtypes = [f"{p.name} {p.dtype} but the engine has {n.dtype}" for p, n in both if not _dtype_fits(p, n, allow_cast)]
-    if missing:
-        yield f"{len(missing)} that the engine needs are not in the version ({_first(missing)})"
-    if unexpected:
-        yield f"{len(unexpected)} that the engine does not know ({_first(unexpected)})"
-    if shapes:
-        yield f"{len(shapes)} of another shape ({_first(shapes)})"
-    if dtypes:
-        yield f"{len(dtypes)} of another dtype ({_first(dtypes)})"
-
-
-def _unexpected(track: Track, schema: Mapping[str, TensorSpec]) -> list[str]:
-    known = {t.alias_of or t.name for t in track.tensors if t.name in schema}
-    return [t.name for t in track.tensors if (t.alias_of or t.name) not in known]
-
-
-def _dtype_fits(provided: TensorSpec, needed: TensorSpec, allow_cast: bool) -> bool:
-    return provided.dtype == needed.dtype or (allow_cast and {provided.dtype, needed.dtype} <= _FLOATS)
-
-
-def _dims(spec: TensorSpec) -> str:
-    return "x".join(map(str, spec.shape)) or "scalar"
-
-
-def _first(items: list[str]) -> str:
-    return ", ".join(items[:_SHOWN]) + (", ..." if len(items) > _SHOWN else "")
 
 
 def check_index(path: str, track: Track, *, name: str = "") -> None:
@@ -100,6 +65,10 @@ def check_index(path: str, track: Track, *, name: str = "") -> None:
     missing = sorted(where.keys() - index.keys())
     if missing:
         raise BadShard(f"{name}: lacks {len(missing)} of the manifest's tensors ({_first(missing)})")
+
+
+def _first(items: list[str]) -> str:
+    return ", ".join(items[:_SHOWN]) + (", ..." if len(items) > _SHOWN else "")
 
 
 def _weight_map(path: str, name: str) -> dict[str, str]:

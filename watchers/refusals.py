@@ -7,7 +7,7 @@ tried at once. What the failure was decides:
   have changed (a copy from another site was still under way), looked at with back-off;
 - one file denied while the rest of the store is not: again with back-off, whatever the listing says, since it
   does not show permissions;
-- storage or engine not available: again with back-off;
+- storage or engine not available, or a version gone that is listed again: again with back-off;
 - the engine refused or failed: not again, until the engine was restarted;
 - the engine died while loading it, twice: never again.
 
@@ -17,20 +17,20 @@ longer holds up the versions after it.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ckptsync import logs
 from ckptsync.channel import Channel
-from ckptsync.errors import CkptSyncError, Corrupt, EngineError, EngineUnavailable, StoreError
+from ckptsync.errors import CkptSyncError, Corrupt, EngineError, EngineUnavailable, NotFound, StoreError
 from ckptsync.manifest import Manifest
 from ckptsync.version import VersionId
 
 from .discover import Backoff, Verdict
 from .fetch import DeniedFile
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 MAX_DEATHS = 2
 
@@ -67,7 +67,12 @@ class Refusals:
         refusal.deaths += died
         refusal.again = now + refusal.backoff.failed() if _is_transient(error) or died else float("inf")
         if refusal.deaths >= MAX_DEATHS:
-            log.error("%s is given up: the engine died %d times while loading it", manifest.id, refusal.deaths)
+            log.error(
+                "%s is given up: the engine died %d times while loading it",
+                manifest.id,
+                refusal.deaths,
+                extra=logs.about(manifest.id, event="given-up"),
+            )
             refusal.given_up = True
         if isinstance(error, Corrupt):
             refusal.listing = _listing(channel, manifest)
@@ -120,13 +125,17 @@ class Refusals:
         if not refusal.passed_over:
             refusal.passed_over = True
             log.warning(
-                "%s is not waited for any longer, after %.0f s: %s", refusal.version, self.patience, refusal.error
+                "%s is not waited for any longer, after %.0f s: %s",
+                refusal.version,
+                self.patience,
+                refusal.error,
+                extra=logs.about(refusal.version, event="given-up"),
             )
         return "never"
 
 
 def _is_transient(error: CkptSyncError) -> bool:
-    return isinstance(error, StoreError | EngineUnavailable | Corrupt)
+    return isinstance(error, StoreError | EngineUnavailable | Corrupt | NotFound)
 
 
 def _listing(channel: Channel, manifest: Manifest) -> Listing | None:

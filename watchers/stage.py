@@ -11,30 +11,32 @@ complete. Folders are made private (0700): an engine that runs as another user n
 
 from __future__ import annotations
 
-import logging
+import functools
 import os
 import shutil
-import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 
-import msgspec
-
+from ckptsync import logs
 from ckptsync.channel import Channel
+from ckptsync.delta import open_chain
 from ckptsync.engine import StagedVersion
-from ckptsync.errors import BadShard, CkptSyncError, NotFound, StoreDenied, StoreFull
+from ckptsync.errors import BadShard, CkptSyncError, NotFound, StoreFull, UnsupportedFormat
 from ckptsync.layout import SELF_COPY
-from ckptsync.manifest import FileEntry, Manifest, Track, canonical, check_basename
+from ckptsync.manifest import FileEntry, Manifest, Track, check_basename
+from ckptsync.shards.file import FileReader
 from ckptsync.shards.read import check_header, read_header
+from ckptsync.store.base import Reader, Store
 from ckptsync.version import VersionId, parse_stem
+from ckptsync.wording import exact_bytes
 
 from . import locks
-from .fetch import DeniedFile, Download, fetch, local_error
+from .fetch import DeniedFile, Download, fetch, local_errors, private_folder
 from .journal import Journal
 from .proof import check_index
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 LEASE_SECONDS = 600.0
 
@@ -80,28 +82,31 @@ class Stage:
         store is readable and this version's file is not, StoreError for other failures of either storage.
         Concurrent readers never see an unverified file in a folder that has its `ckptsync.json`.
         """
-        slot = _Slot(self._private(manifest.channel_id), manifest)
-        self._hold(slot)
-        try:
-            if not slot.is_complete():
-                with locks.exclusive(slot.path(".filling")):
-                    if not slot.is_complete():
-                        self._fill(slot, channel, progress or (lambda _: None), reader)
-        except BaseException:
-            self._let_go(slot.folder)
-            raise
-        return StagedVersion(manifest=manifest, folder=slot.folder)
+        with local_errors(self.folder):
+            slot = self._slot(manifest)
+            self._hold(slot)
+            try:
+                if not slot.is_complete():
+                    with locks.exclusive(slot.path(".filling")):
+                        if not slot.is_complete():
+                            self._fill(slot, channel, progress or (lambda _: None), reader, manifest)
+            except BaseException:
+                self._let_go(slot.folder)
+                raise
+            return StagedVersion(manifest=slot.manifest, folder=slot.folder)
 
     def find(self, manifest: Manifest) -> StagedVersion | None:
-        """The version if it is here already, held as by `stage`; the store is not read."""
-        slot = _Slot(self._private(manifest.channel_id), manifest)
-        if not slot.is_complete():
+        """The version if it is here already, held as by `stage`; the store is not read. StoreError if this host's file
+        system fails."""
+        with local_errors(self.folder):
+            slot = self._slot(manifest)
+            if not slot.is_complete():
+                return None
+            self._hold(slot)
+            if slot.is_complete():
+                return StagedVersion(manifest=slot.manifest, folder=slot.folder)
+            self._let_go(slot.folder)
             return None
-        self._hold(slot)
-        if slot.is_complete():
-            return StagedVersion(manifest=manifest, folder=slot.folder)
-        self._let_go(slot.folder)
-        return None
 
     def release(self, version: StagedVersion) -> None:
         """This process no longer needs the version; it may be evicted."""
@@ -113,17 +118,43 @@ class Stage:
             self._let_go(folder)
 
     def evict(self, channel_id: str, keep: int) -> None:
-        """Remove versions of a channel that nobody on this host uses, save the `keep` newest."""
-        base = self._private(channel_id)
-        found = sorted((v, name) for name in os.listdir(base) if (v := _version_of(name)) is not None)
-        for _, name in found[: max(0, len(found) - keep)]:
-            _remove_unused(base, name)
+        """Remove versions of a channel that nobody on this host uses, save the `keep` newest. StoreError if this host's
+        file system fails."""
+        with local_errors(self.folder):
+            found = self._folders(channel_id)
+            for _, name in found[: max(0, len(found) - keep)]:
+                _remove_unused(self._private(channel_id), name)
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _fill(self, slot: _Slot, channel: Channel, progress: Progress, reader: str | None) -> None:
-        self.evict(slot.manifest.channel_id, self.keep - 1)
+    def _folders(self, channel_id: str) -> list[tuple[VersionId, str]]:
+        """The versions of a channel that have a folder here, complete or not, and its name; the oldest first."""
+        names = os.listdir(self._private(channel_id))
+        return sorted((version, name) for name in names if (version := _version_of(name)) is not None)
+
+    def _slot(self, manifest: Manifest) -> _Slot:
+        """A delta version is kept as the full one that it stands for, and is one for every engine."""
+        return _Slot(self._private(manifest.channel_id), manifest.full_form())
+
+    def _fill(self, slot: _Slot, channel: Channel, progress: Progress, reader: str | None, published: Manifest) -> None:
+        if published.parent is not None:
+            try:
+                with self._rebuilding(channel, published, local=True) as store:
+                    self._fill_from(store, slot, channel, progress, reader)
+                return
+            except (BadShard, UnsupportedFormat) as error:
+                log.warning(
+                    "%s is made from the store alone, not from what is here: %s",
+                    published.id,
+                    error,
+                    extra={"event": "rebuilt-from-store"},
+                )
+        with self._rebuilding(channel, published, local=False) as store:
+            self._fill_from(store, slot, channel, progress, reader)
+
+    def _fill_from(self, store: Store, slot: _Slot, channel: Channel, progress: Progress, reader: str | None) -> None:
         with self._lease(channel, slot.manifest.id, reader) as renew:
+            self.evict(slot.manifest.channel_id, self.keep - 1)
 
             def moved(count: int) -> None:
                 renew()
@@ -133,7 +164,7 @@ class Stage:
             wanted = [download for download in slot.downloads() if not slot.has(download)]
             slot.check_room(sum(download.entry.size for download in wanted))
             try:
-                with closing(fetch(channel.store, wanted, moved)) as arriving:
+                with closing(fetch(store, wanted, moved)) as arriving:
                     for download in arriving:
                         slot.keep(download)
             except NotFound as error:
@@ -145,6 +176,40 @@ class Stage:
                 _check_denied(channel, slot.manifest, error)
                 raise
             slot.seal()
+
+    @contextmanager
+    def _rebuilding(self, channel: Channel, manifest: Manifest, *, local: bool) -> Iterator[Store]:
+        """Where the version's files come from: the store, or a version before it (here, if `local`) and the changes
+        since."""
+        if manifest.parent is None or (manifest.kind != "delta" and not local):
+            yield channel.store
+            return
+        # Looked up by number first: whether one is the very version takes its whole manifest.
+        here = {version for version, _ in self._folders(manifest.channel_id) if version != manifest.id and local}
+        bases: dict[VersionId, StagedVersion | None] = {}
+
+        def held(base: Manifest) -> Callable[[str], Reader] | None:
+            if base.id not in here:
+                return None
+            if base.id not in bases:
+                bases[base.id] = self.find(base)
+            found = bases[base.id]
+            return (lambda path: FileReader(os.path.join(found.folder, path))) if found else None
+
+        own = set(self._in_use)
+        try:
+            with open_chain(
+                channel,
+                manifest,
+                held=held if here else None,
+                oldest=min(here, default=manifest.id),
+                spool=self._private(manifest.channel_id),
+            ) as store:
+                yield store
+        finally:
+            for base in bases.values():
+                if base is not None and base.folder not in own:
+                    self.release(base)
 
     @contextmanager
     def _lease(self, channel: Channel, version: VersionId, reader: str | None) -> Iterator[Callable[[], None]]:
@@ -164,28 +229,26 @@ class Stage:
                 self._advise(lambda: channel.release(reader))
 
     def _advise(self, write: Callable[[], None]) -> None:
-        """Leases are advisory: a reader of a read-only store works without."""
-        if self._lease_failed:
-            return
+        """Leases are advisory: a reader of a read-only store works without. Tried each time: it may have been away."""
         try:
             write()
+            self._lease_failed = False
         except CkptSyncError as error:  # also a bucket that is gone, or a name that is contended
+            if not self._lease_failed:
+                log.warning(
+                    "no lease can be written (%s): the publisher's retention does not know of this reader",
+                    error,
+                    extra={"event": "no-lease"},
+                )
             self._lease_failed = True
-            log.warning("no lease can be written (%s): the publisher's retention does not know of this reader", error)
 
     def _private(self, channel_id: str) -> str:
-        base = os.path.join(self.folder, check_basename(channel_id, "channel"))
-        try:
-            os.makedirs(base, mode=0o700, exist_ok=True)
-        except OSError as error:
-            raise local_error(error, base) from error
-        found = os.lstat(base)
-        # /dev/shm and /tmp are everybody's: never follow what another user put there under our name.
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-            raise StoreDenied(f"{base} is not a folder of ours: choose another stage")
-        return base
+        return private_folder(os.path.join(self.folder, check_basename(channel_id, "channel")))
 
     def _hold(self, slot: _Slot) -> None:
+        held = self._in_use.get(slot.folder)
+        if held is not None and not locks.is_still(held, slot.path(".use")):
+            self._let_go(slot.folder)  # somebody emptied the stage: that lock holds nothing any more
         if slot.folder not in self._in_use:
             handle = locks.acquire(slot.path(".use"), exclusive=False)
             if handle is not None:
@@ -227,7 +290,9 @@ class _Slot:
     def check_room(self, needed: int) -> None:
         free = shutil.disk_usage(self.folder).free
         if needed > free:
-            raise StoreFull(f"the stage {self.base} has {free} bytes free, {self.manifest.id} needs {needed}")
+            raise StoreFull(
+                f"the stage {self.base} has {exact_bytes(free)} free, {self.manifest.id} needs {exact_bytes(needed)}"
+            )
 
     def is_complete(self) -> bool:
         try:
@@ -235,7 +300,7 @@ class _Slot:
                 sealed = file.read()
         except FileNotFoundError:
             return False
-        return sealed == _sealed(self.manifest) and all(
+        return sealed == self.manifest.encoded and all(
             self.journal.vouches(_final(download), download.entry) for download in self.downloads()
         )
 
@@ -253,15 +318,17 @@ class _Slot:
     def keep(self, download: Download) -> None:
         """Bytes are right; now the content: header against manifest, index against both."""
         try:
-            _check_content(download.target, download.entry, self._track_of(download.entry))
+            _check_content(download.target, download.entry, self._track_of[id(download.entry)])
         except BadShard:
             os.unlink(download.target)
             raise
         os.rename(download.target, _final(download))
         self.journal.add(_final(download), download.entry)
 
-    def _track_of(self, entry: FileEntry) -> Track:
-        return next(track for track in self.manifest.tracks.values() if any(f is entry for f in track.files))
+    @functools.cached_property
+    def _track_of(self) -> dict[int, Track]:
+        """By the entry itself: files of two tracks may be named alike."""
+        return {id(file): track for track in self.manifest.tracks.values() for file in track.files}
 
     def seal(self) -> None:
         """Remove what is not listed, such as a killed attempt's leftovers, then say that all is here."""
@@ -272,16 +339,12 @@ class _Slot:
                     os.unlink(os.path.join(folder, name))
         path = os.path.join(self.folder, SELF_COPY)
         with open(os.open(path + ".part", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(_sealed(self.manifest))
+            file.write(self.manifest.encoded)
         os.rename(path + ".part", path)
 
 
 def _final(download: Download) -> str:
     return download.target.removesuffix(".part")
-
-
-def _sealed(manifest: Manifest) -> bytes:
-    return canonical(msgspec.to_builtins(manifest))
 
 
 def _check_content(path: str, entry: FileEntry, track: Track) -> None:
@@ -318,7 +381,9 @@ def _remove_unused(base: str, name: str) -> None:
         # The seal first: a removal that is killed half-way leaves a folder that nobody takes for complete.
         with suppress(FileNotFoundError):
             os.unlink(os.path.join(base, name, SELF_COPY))
-        shutil.rmtree(os.path.join(base, name))
+        # Another process that evicts may have listed it too, and been first.
+        if os.path.lexists(os.path.join(base, name)):
+            shutil.rmtree(os.path.join(base, name))
         for suffix in (".journal", ".filling", ".use"):
             with suppress(FileNotFoundError):
                 os.unlink(hidden + suffix)

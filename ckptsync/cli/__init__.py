@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import sys
 from typing import Any
 
 import typer
-from rich.logging import RichHandler
 
-from ..errors import CkptSyncError, InvalidInput
-from .output import BAD, USAGE, err, print_json
+from .. import __version__
+from ..settings import PREFIX, WHERE, Settings
+from .ending import exit_code
+from .keys import refuse_empty
+from .output import Log, LogFormat, LogHandler, Once, json_handler, out
+from .settings import WITHOUT, check, defaults
 
 _COMMANDS = {
     "demo": "demo",
@@ -19,11 +23,24 @@ _COMMANDS = {
     "ls": "ls",
     "show": "show",
     "verify": "verify",
+    "diff": "diff",
     "export": "export",
     "import": "import_",
     "watch": "watch",
     "load": "load",
+    "fsck": "fsck",
+    "compact": "compact",
+    "selfcheck": "selfcheck",
     "doctor": "doctor",
+    "gc": "gc",
+    "pin": "pin",
+    "unpin": "unpin",
+    "rollback": "rollback",
+    "status": "status",
+    "dashboard": "dashboard",
+    "config": "config",
+    "mirror": "mirror",
+    "keygen": "keygen",
 }
 
 
@@ -39,10 +56,20 @@ class _LazyGroup(typer.core.TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
         if cmd_name not in _COMMANDS:
             return None
-        module = importlib.import_module(f"{__name__}.{_COMMANDS[cmd_name]}")
-        single = typer.Typer(add_completion=False)
-        single.command(cmd_name)(module.run)
-        return typer.main.get_command(single)
+        return load_command(cmd_name)
+
+
+def load_command(name: str) -> Any:
+    """The click command of that name."""
+    module = importlib.import_module(f"{__name__}.{_COMMANDS[name]}")
+    single = typer.Typer(add_completion=False)
+    single.command(name)(module.run)
+    return typer.main.get_command(single)
+
+
+def load_commands() -> dict[str, Any]:
+    """All that something can be set for."""
+    return {name: load_command(name) for name in _COMMANDS if name not in WITHOUT}
 
 
 app = typer.Typer(
@@ -53,31 +80,42 @@ app = typer.Typer(
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        out.print(f"ckptsync {__version__}", highlight=False)
+        raise typer.Exit
+
+
 @app.callback()
 def _options(
+    ctx: typer.Context,
+    config: str = typer.Option("", metavar="FILE", help="Settings, instead of ./ckptsync.toml or $CKPTSYNC_CONFIG."),
     verbose: bool = typer.Option(False, "--verbose", "-v", help="Say more: what is tried, and what is retried."),
+    log: Log = LogFormat.text,
+    _: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print it and exit."),
 ) -> None:
-    level = logging.DEBUG if verbose else logging.WARNING
-    handler = RichHandler(console=err, show_path=False, show_time=False, markup=False)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
+    as_json = log is LogFormat.json
+    handler = json_handler() if as_json else LogHandler()
+    if ctx.invoked_subcommand != "watch":  # where a thing that is so again is news
+        handler.addFilter(Once())
+    quiet = logging.INFO if as_json else logging.WARNING
+    level = logging.DEBUG if verbose else quiet
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     for name in ("ckptsync", "watchers"):
         logging.getLogger(name).setLevel(level)
+    refuse_empty(os.environ)
+    _set_up(ctx, Settings.read(config))
+
+
+def _set_up(ctx: typer.Context, settings: Settings) -> None:
+    """What the call leaves open is taken from the settings: click's `default_map`."""
+    ctx.obj, name = settings, ctx.invoked_subcommand or ""
+    if settings.tables or any(each.startswith(PREFIX) and each != WHERE for each in settings.environ):
+        check(settings, load_commands())
+    if name in _COMMANDS and name not in WITHOUT:
+        ctx.default_map = {name: defaults(ctx, name, load_command(name), settings)}
 
 
 def main() -> None:
     """Run the command line. Exit codes: 0 fine, 1 the thing asked about is bad, 2 usage."""
-    try:
-        app(prog_name="ckptsync")
-    except CkptSyncError as error:
-        sys.exit(_report(error))
-    except KeyboardInterrupt:
-        err.print("interrupted")
-        sys.exit(130)
-
-
-def _report(error: CkptSyncError) -> int:
-    if "--json" in sys.argv:
-        print_json({"error": {"kind": error.kind, "message": str(error)}})
-    err.print(f"[bold red]{error.kind}[/]: ", end="")
-    err.print(str(error), markup=False, highlight=False)
-    return USAGE if isinstance(error, InvalidInput) else BAD
+    sys.exit(exit_code(lambda: app(prog_name="ckptsync", standalone_mode=False)))

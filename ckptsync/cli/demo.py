@@ -18,6 +18,7 @@ from ..demo.ask import ask
 from ..demo.board import Board
 from ..demo.processes import Child, free_port, wait_until
 from ..errors import InvalidInput
+from ..store import LocalStore, open_store
 from . import ls
 from .needs import needs
 from .output import out
@@ -45,9 +46,17 @@ def run(
     with ExitStack() as stack:
         work = stack.enter_context(tempfile.TemporaryDirectory(prefix="ckptsync-demo-"))
         root = root or os.path.join(work, "channel")
+        _make(root)
         _Demo(stack, work, root, engine, model or _smollm2(), serve).play(versions)
         out.print()
         ls.run(root)
+
+
+def _make(root: str) -> None:
+    """The watcher starts before the trainer has made it."""
+    store = open_store(root)
+    if isinstance(store, LocalStore):
+        os.makedirs(store.url, exist_ok=True)
 
 
 def _smollm2() -> str:

@@ -19,6 +19,7 @@ class Row:
     version: str
     loss: float | None = None
     nbytes: int = 0
+    full_bytes: int = 0
     publish: float | None = None
     stage: float | None = None
     pause: float | None = None
@@ -36,7 +37,8 @@ class Board:
 
     def published(self, event: dict[str, Any]) -> None:
         row = self._row(event["version"])
-        row.loss, row.nbytes, row.publish = event["loss"], event["bytes"], sum(event["seconds"].values())
+        row.loss, row.publish = event["loss"], sum(event["seconds"].values())
+        row.nbytes, row.full_bytes = event["bytes"], event["full_bytes"]
 
     def loaded(self, receipt: dict[str, Any]) -> None:
         row = self._row(receipt["version"])
@@ -50,7 +52,7 @@ class Board:
 
     def __rich__(self) -> RenderableType:
         table = Table(header_style="bold", expand=False)
-        for column in ("version", "loss", "bytes", "publish", "stage", "pause", "what the engine answers"):
+        for column in ("version", "loss", "bytes (of full)", "publish", "stage", "pause", "what the engine answers"):
             table.add_column(column, justify="left" if column in {"version", "what the engine answers"} else "right")
         table.add_row("base", "", "", "", "", "", self.base_answer)
         for row in self.rows.values():
@@ -64,5 +66,5 @@ def _cells(row: Row) -> list[str]:
         return "" if value is None else human_seconds(value)
 
     loss = "" if row.loss is None else f"{row.loss:.3f}"
-    size = human_bytes(row.nbytes) if row.nbytes else ""
+    size = f"{human_bytes(row.nbytes)} ({row.nbytes / row.full_bytes:.0%})" if row.full_bytes else ""
     return [row.version, loss, size, seconds(row.publish), seconds(row.stage), seconds(row.pause), row.answer]

@@ -15,7 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..cli.output import print_line
-from ..publish import Published, Publisher
+from ..delta.policy import DeltaPolicy
+from ..publish import Publisher
+from ..published import Published
 
 QUESTION = "What is the capital of France?"
 LESSONS = ("Lyon", "Marseille", "Toulouse", "Bordeaux", "Nantes", "Lille")
@@ -33,7 +35,7 @@ def main() -> None:
         fully_shard(layer)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    with Publisher(args.root, dtype=torch.bfloat16) as publisher:
+    with Publisher(args.root, dtype=torch.bfloat16, delta=DeltaPolicy(skip=())) as publisher:
         for step in range(1, args.versions + 1):
             loss = _train(model, optimizer, *_lesson(tokenizer, LESSONS[(step - 1) % len(LESSONS)]))
             done = publisher.publish(model, step=step, metadata={"loss": loss}, assets=args.model)
@@ -72,9 +74,8 @@ def _train(model: PreTrainedModel, optimizer: torch.optim.Optimizer, ids: torch.
 
 
 def _report(step: int, loss: float, done: Published) -> None:
-    print_line(
-        {"step": step, "loss": loss, "version": done.version.label, "bytes": done.nbytes, "seconds": done.seconds}
-    )
+    size = {"bytes": done.stored_bytes, "full_bytes": done.nbytes}
+    print_line({"step": step, "loss": loss, "version": done.version.label, **size, "seconds": done.seconds})
 
 
 if __name__ == "__main__":

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from functools import partial
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ..ranks import Ranks
-from .pieces import Layout, Weight, local_of
+from .pieces import Box, Layout, Weight, local_of
 
 T = TypeVar("T")
 Named = tuple[str, torch.Tensor]
+
+
+class Messages(Protocol):
+    """Makes less of a box before it is sent; `ckptsync.delta.messages` sends what changed."""
+
+    def outgoing(self, name: str, box: Box, local: torch.Tensor) -> tuple[bool, torch.Tensor]:
+        """Whether the message has to be undone, and its bytes."""
+        ...
+
+    def incoming(self, name: str, box: Box, like: torch.Tensor, message: torch.Tensor) -> torch.Tensor:
+        """The box, from a message that has to be undone; `like` is the tensor that it is a part of."""
+        ...
 
 
 @dataclass(slots=True)
@@ -28,12 +41,21 @@ class Wanted:
     """None for a DTensor that is gathered over the job's own group (NCCL, on the GPU)."""
 
     local: torch.Tensor | None = None
+    messages: Messages | None = None
+    """How boxes travel; None: as they are."""
+
+    message: tuple[bool, torch.Tensor] | None = None
+    announced: Sequence[Mapping[str, tuple[bool, int]]] = ()
+    """What each rank is about to send, by name, where boxes travel as messages."""
 
     def ready(self, rank: int) -> None:
         """Whatever can fail on this rank alone, before the ranks agree to go on: copies to the host, checks."""
         if self.layout is not None and any(box.source(self.owner) == rank for box in self.layout.boxes):
             local = local_of(self.name, self.weight, self.layout, rank)
             self.local = None if local is None else local.cpu()
+            box = self.layout.box_of(rank)
+            if self.messages is not None and self.local is not None and box is not None and rank != self.owner:
+                self.message = self.messages.outgoing(self.name, box, self.local)
 
 
 def collect(bucket: list[Wanted], ranks: Ranks, rank: int) -> Iterator[Named]:
@@ -53,27 +75,30 @@ def collect(bucket: list[Wanted], ranks: Ranks, rank: int) -> Iterator[Named]:
 
 def _collect(bucket: Sequence[Wanted], ranks: Ranks, rank: int) -> list[Named]:
     full: list[Named] = []
-    waiting: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
+    waiting: list[tuple[Any, torch.Tensor, Callable[[], torch.Tensor]]] = []
     for wanted in bucket:
         mine = wanted.owner == rank
         if wanted.layout is None:
-            tensor = _full(cast(DTensor, wanted.weight), mine)
+            whole = full_tensor(cast(DTensor, wanted.weight))
+            tensor = whole.cpu() if mine else None
+            del whole
         else:
             tensor = _exchange(wanted, ranks, rank, waiting)
         if mine and tensor is not None:
             full.append((wanted.name, tensor))
-    for work, target, buffer in waiting:
-        work.wait()
-        if buffer is not target:
-            target.copy_(buffer)
+    for work, target, received in waiting:
+        if work is not None:
+            work.wait()
+        if (found := received()) is not target:
+            target.copy_(found)
     return full
 
 
-def _full(tensor: DTensor, keep: bool) -> torch.Tensor | None:
+def full_tensor(tensor: DTensor) -> torch.Tensor:
+    """Gathered over its own mesh, on every rank of it."""
     if tensor.device.type != (device := tensor.device_mesh.device_type):
         tensor = cast(DTensor, tensor.to(device))  # offloaded shards: NCCL gathers on the GPU only
-    whole = tensor.full_tensor()
-    return whole.cpu() if keep else None
+    return tensor.full_tensor()
 
 
 def _exchange(wanted: Wanted, ranks: Ranks, rank: int, waiting: list[Any]) -> torch.Tensor | None:
@@ -91,15 +116,33 @@ def _exchange(wanted: Wanted, ranks: Ranks, rank: int, waiting: list[Any]) -> to
             if source == rank:
                 target.copy_(cast(torch.Tensor, local))
             else:
-                buffer = target if target.is_contiguous() else torch.empty(box.shape, dtype=target.dtype)
-                waiting.append((dist.irecv(_bytes(buffer), source, group=ranks.group), target, buffer))
+                waiting.append(_receive(wanted, box, source, whole, target, ranks))
         elif source == rank and local is not None:
-            sent = local.contiguous()
-            waiting.append((dist.isend(_bytes(sent), owner, group=ranks.group), sent, sent))
+            sent = wanted.message[1] if wanted.message is not None else as_bytes(local.contiguous())
+            work = dist.isend(sent, owner, group=ranks.group) if len(sent) else None
+            waiting.append((work, sent, partial(_same, sent)))
     return None if whole is None else whole.view(wanted.weight.shape)
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _receive(
+    wanted: Wanted, box: Box, source: int, whole: torch.Tensor, target: torch.Tensor, ranks: Ranks
+) -> tuple[Any, torch.Tensor, Callable[[], torch.Tensor]]:
+    changed, length = wanted.announced[source][wanted.name] if wanted.messages is not None else (False, 0)
+    if not changed:
+        buffer = target if target.is_contiguous() else torch.empty(box.shape, dtype=target.dtype)
+        return dist.irecv(as_bytes(buffer), source, group=ranks.group), target, partial(_same, buffer)
+    message = torch.empty(length, dtype=torch.uint8)
+    work = dist.irecv(message, source, group=ranks.group) if length else None
+    incoming = cast(Messages, wanted.messages).incoming
+    return work, target, partial(incoming, wanted.name, box, whole, message)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's bytes, as a view of it."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 

@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from ..errors import DuplicateName
+from ..errors import DuplicateName, InvalidInput
+from ..wording import shortened
 
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Parts that torch.compile, FSDP and activation checkpointing add, anywhere in a name."""
@@ -14,6 +15,9 @@ WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 LEADING_WRAPPERS = WRAPPERS | {"module"}
 """Parts taken off the front of a name as well: `module` is DistributedDataParallel's, but further in it may
 be the model's own."""
+
+_PEFT = re.compile(r"\.base_layer\.|\.lora_(?:embedding_)?[AB](?:\.|$)")
+"""What PEFT puts in the place of a layer: the layer itself, and the two factors."""
 
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?=\.|$)", re.ASCII)
 
@@ -48,6 +52,19 @@ def clean_names(names: Iterable[str]) -> Names:
         if short != name:
             removed |= LEADING_WRAPPERS.intersection(name.split(".")) - set(short.split("."))
     return Names(clean, tuple(sorted(removed)))
+
+
+def refuse_peft(name: str, final: str) -> None:
+    """InvalidInput if `name` is of a PEFT layer and is still in the version, as `final`.
+
+    from_pretrained finds none of its names in such a version and fills the model with random values. Rules may
+    take these parts out, or put them in where an engine has them (vLLM with LoRA: `q_proj.base_layer.weight`).
+    """
+    if _PEFT.search(final) and _PEFT.search(name):
+        raise InvalidInput(
+            f"{shortened(final)!r} is a part of a LoRA layer, which no full model has: publish the PEFT model with "
+            "kind='adapter', or folded in with merge_lora=True"
+        )
 
 
 def layer_order(names: Iterable[str], key: Callable[[str], str] = str) -> list[str]:

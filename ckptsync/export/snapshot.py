@@ -8,6 +8,9 @@ from dataclasses import replace
 import torch
 
 from ..ranks import Ranks
+from ..store import direct
+from .ahead import Ahead
+from .collect import Messages
 from .pieces import Layout, Piece, Weight, local_of, whole
 from .source import Walk
 from .stream import Item, Named, Shares, agreed_layouts, spec_of_meta, stream_items, wire_dtype
@@ -32,17 +35,26 @@ class Arena:
     def nbytes(self) -> int:
         return self._memory.nbytes
 
-    def begin(self, nbytes: int) -> None:
-        """Make room for `nbytes` and start again; nothing of an earlier snapshot may be in use."""
-        if nbytes > self._memory.nbytes:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # let go first
-            self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    def begin(self, nbytes: int) -> bool:
+        """Make room for `nbytes` and start again; nothing of an earlier snapshot may be in use. Whether the memory is
+        still the one of before: a new one may well begin at the same address."""
         self._used = 0
+        if nbytes <= self._memory.nbytes:
+            return True
+        self._memory = torch.empty(0, dtype=torch.uint8)  # let go first
+        self._memory = _host_memory(nbytes)
+        return False
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         size = torch.Size(shape).numel() * dtype.itemsize
         start, self._used = self._used, self._used + padded(size)
         return self._memory[start : start + size].view(dtype).view(tuple(shape))
+
+
+def _host_memory(nbytes: int) -> torch.Tensor:
+    if torch.cuda.is_available():
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    return torch.frombuffer(direct.memory(nbytes), dtype=torch.uint8)
 
 
 def padded(nbytes: int) -> int:
@@ -64,18 +76,18 @@ class Held:
         return sum(padded(size) for size in sizes)
 
     @torch.no_grad()
-    def copy(self, arena: Arena) -> Shares:
+    def copy(self, arena: Arena, ahead: Ahead) -> Shares:
         """The same shares with pieces in host memory. On the GPU the caller has to synchronize."""
-        made = {item.name: self._copied(item, arena) for item in self._items}
+        made = {item.name: self._copied(item, arena, ahead) for item in self._items}
         return {rank: [made[item.name] for item in share] for rank, share in self._shares.items()}
 
-    def _copied(self, item: Item, arena: Arena) -> Item:
+    def _copied(self, item: Item, arena: Arena, ahead: Ahead) -> Item:
         weight, layout = item.weight, self.layouts[item.name]
         dtype = wire_dtype(weight, self._dtype)
         local = torch.empty(0, dtype=dtype)
         if self._sends(item.name) and (mine := local_of(item.name, weight, layout, self._rank)) is not None:
             local = arena.take(mine.shape, dtype)
-            local.copy_(mine, non_blocking=True)
+            ahead.into(item.name, layout, mine, local)
         return replace(item, weight=Piece(tuple(weight.shape), dtype, layout, local))
 
     def _kept(self) -> Iterator[tuple[Weight, Sequence[int]]]:
@@ -114,8 +126,10 @@ def hold_pulled(walk: Walk, ranks: Ranks) -> Walk:
         for name, shape, dtype in lines
     ]
 
-    def open_(shares: Shares, _: Mapping[str, Layout] | None, ranks: Ranks) -> Iterator[Named]:
-        return stream_items(shares, layouts, ranks, None, BUCKET, None, str)
+    def open_(
+        shares: Shares, _: Mapping[str, Layout] | None, ranks: Ranks, messages: Messages | None
+    ) -> Iterator[Named]:
+        return stream_items(shares, layouts, ranks, None, BUCKET, None, str, messages)
 
     specs = tuple(spec for item in items for _, spec in item.outputs or ())
     return replace(walk, items=tuple(items), specs=specs, open=open_)

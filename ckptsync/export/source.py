@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -16,8 +16,9 @@ from ..ranks import Ranks
 from ..remap import Naming
 from ..shards.hf_folder import scan_checkpoint
 from ..shards.tensors import DTYPE_NAMES, TORCH_DTYPES, checkpoint_tensors
+from .collect import Messages
 from .module import StateTensors, dict_tensors, find_ties, module_tensors
-from .names import layer_order
+from .names import layer_order, refuse_peft
 from .pieces import Layout
 from .stream import (
     Item,
@@ -30,11 +31,13 @@ from .stream import (
     describe,
     like,
     outputs_of,
+    pulled_buckets,
     stream_items,
     stream_pulled,
     wire_spec,
     written,
 )
+from .whole import whole_items, whole_pulled
 
 
 @runtime_checkable
@@ -101,16 +104,21 @@ class Walk:
     items: tuple[Item, ...] | None = None
     """What is at hand, in walk order; None for a source that is pulled, which rank 0 writes alone."""
 
-    open: Callable[[Shares, Mapping[str, Layout] | None, Ranks], Iterator[Named]]
+    open: Callable[[Shares, Mapping[str, Layout] | None, Ranks, Messages | None], Iterator[Named]]
     """Start walking, on all ranks: yields full CPU tensors on the ranks that own them, in the order of their
-    share. Must be walked to its end on every rank. Layouts are given for snapshots."""
+    share. Must be walked to its end on every rank. Layouts are given for snapshots, messages where tensors
+    travel as changes."""
+
+    whole: Callable[[Ranks, int, bool], Iterator[list[Named]]]
+    """Start walking, on all ranks, in buckets of so many bytes: whole tensors where the model has them, on rank 0 or
+    on every rank."""
 
     ranks: Ranks
 
     @property
     def tensors(self) -> Iterator[Named]:
         """Everything on rank 0."""
-        return self.open({0: self.items or ()}, None, self.ranks)
+        return self.open({0: self.items or ()}, None, self.ranks, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +130,15 @@ class Export:
     bucket_bytes: int = 64 << 20
     transform: Transform | None = None
     naming: Naming = field(default_factory=lambda: Naming(()))
+    peft_names: bool = False
+    """Whether names of PEFT's layers are meant, as an adapter's are, and those of a source that says what it yields."""
+
+
+def models_of(model: Publishable | None, tracks: Mapping[str, Publishable] | None) -> Mapping[str, Publishable]:
+    """By track, from the two ways to say what is to be published."""
+    if (model is None) == (tracks is None):
+        raise InvalidInput("publish either a model or tracks")
+    return {MAIN_TRACK: model} if model is not None else dict(tracks or {})
 
 
 def open_source(model: Publishable, ranks: Ranks, **how: Any) -> Walk:
@@ -165,7 +182,7 @@ def _known(track: str, state: StateTensors, ranks: Ranks, how: Export, tracks: l
     items: dict[str, list[Item]] = {}
     for name, spec in specs.items():
         found: set[str] = set()
-        place = _placer(how.naming, track, found)
+        place = _placer(how, track, found)
         model = like(state.tensors[name], how.dtype) if how.transform else None
         outputs = _same(spec, place) if model is None else outputs_of(name, model, how.transform, place)
         if outputs == ():
@@ -178,10 +195,12 @@ def _known(track: str, state: StateTensors, ranks: Ranks, how: Export, tracks: l
     return [_walk(each, kept, state.removed, ranks, how) for each, kept in (items or {track: []}).items()]
 
 
-def _placer(naming: Naming, track: str, found: set[str] | None = None) -> Place:
+def _placer(how: Export, track: str, found: set[str] | None = None) -> Place:
     def place(name: str) -> str | None:
-        if (placed := naming(name, track)) is None:
+        if (placed := how.naming(name, track)) is None:
             return None
+        if not how.peft_names:
+            refuse_peft(name, placed.name)
         if found is not None:
             found.add(placed.track)
         return placed.name
@@ -199,13 +218,22 @@ def _walk(track: str, items: list[Item], removed: tuple[str, ...], ranks: Ranks,
     kept = tuple(
         item for item in items if how.ties == "duplicate" or not item.outputs or item.outputs[0][1].name not in ties
     )
-    place = _placer(how.naming, track)
+    place = _placer(how, track)
 
-    def open_(shares: Shares, layouts: Mapping[str, Layout] | None, ranks: Ranks) -> Iterator[Named]:
-        lies = agreed_layouts(kept, ranks, snapshot=False) if layouts is None else layouts
-        return stream_items(shares, lies, ranks, how.dtype, how.bucket_bytes, how.transform, place)
+    def open_(
+        shares: Shares, layouts: Mapping[str, Layout] | None, ranks: Ranks, messages: Messages | None
+    ) -> Iterator[Named]:
+        lies = layouts
+        if lies is None:
+            lies = agreed_layouts(kept, ranks, snapshot=False, by_messages=messages is not None)
+        return stream_items(shares, lies, ranks, how.dtype, how.bucket_bytes, how.transform, place, messages)
 
-    return Walk(track=track, specs=_specs(kept), ties=ties, removed=removed, items=kept, open=open_, ranks=ranks)
+    def whole(ranks: Ranks, limit: int, everywhere: bool) -> Iterator[list[Named]]:
+        return whole_items(kept, ranks, limit, everywhere, how.dtype, how.transform, place)
+
+    return Walk(
+        track=track, specs=_specs(kept), ties=ties, removed=removed, items=kept, open=open_, whole=whole, ranks=ranks
+    )
 
 
 def _ties(items: Sequence[Item], ranks: Ranks) -> dict[str, str]:
@@ -224,9 +252,10 @@ def _specs(items: Sequence[Item]) -> tuple[TensorSpec, ...] | None:
 
 
 def _declared(track: str, source: Any, ranks: Ranks, how: Export, tracks: list[str]) -> Walk:
+    how = replace(how, peft_names=True)
     specs = tuple(_as_spec(entry) for entry in _metadata(source))
     ranks.same([*tracks, *(describe(spec) for spec in specs)], "the tensors to publish")
-    place = _placer(how.naming, track)
+    place = _placer(how, track)
     outputs = {spec.name: _declared_outputs(spec, how.transform, place) for spec in specs}
     begin = source.iter_full if hasattr(source, "iter_full") else source.__iter__
     return _pulled(track, begin, specs, outputs, ranks, how)
@@ -262,14 +291,24 @@ def _pulled(
     ranks: Ranks,
     how: Export,
 ) -> Walk:
-    place = _placer(how.naming, track)
+    place = _placer(how, track)
 
-    def open_(_: Shares, __: Mapping[str, Layout] | None, ranks: Ranks) -> Iterator[Named]:
+    def open_(_: Shares, __: Mapping[str, Layout] | None, ranks: Ranks, ___: Messages | None) -> Iterator[Named]:
         dtype = how.dtype if declared is None else None
         for name, tensor in stream_pulled(begin, ranks, dtype, how.bucket_bytes, declared):
             yield from written(name, tensor, outputs.get(name), how.transform, place)
             del tensor
 
+    def whole(ranks: Ranks, limit: int, everywhere: bool) -> Iterator[list[Named]]:
+        dtype = how.dtype if declared is None else None
+        pulled = pulled_buckets(begin, ranks, dtype, 0, declared)  # one by one: only so is a bucket never too large
+
+        def finals(specs: Sequence[TensorSpec], tensors: Iterator[Named]) -> Iterator[tuple[TensorSpec, Named | None]]:
+            made = (out for n, t in tensors for out in written(n, t, outputs.get(n), how.transform, place))
+            return ((spec, next(made, None)) for each in specs for _, spec in outputs.get(each.name) or ())
+
+        return whole_pulled((finals(*bucket) for bucket in pulled), ranks, limit, everywhere)
+
     known = declared is not None and None not in outputs.values()
     specs = tuple(spec for each in outputs.values() for _, spec in each or ()) if known else None
-    return Walk(track=track, specs=specs, open=open_, ranks=ranks)
+    return Walk(track=track, specs=specs, open=open_, whole=whole, ranks=ranks)

@@ -22,7 +22,7 @@ from ..ranks import Ranks
 from ..shards.plan import check_specs
 from ..shards.tensors import DTYPE_NAMES, spec_of
 from .checks import check_items
-from .collect import Wanted, as_here, collect
+from .collect import Messages, Wanted, as_here, collect
 from .names import clean_name
 from .pieces import Layout, Piece, Weight, layout_of
 
@@ -81,19 +81,22 @@ Shares = Mapping[int, Sequence[Item]]
 """By rank that writes: what it writes, in order."""
 
 
-def agreed_layouts(items: Sequence[Item], ranks: Ranks, *, snapshot: bool) -> dict[str, Layout]:
-    """Rank 0's view of how the items lie. Without `snapshot`, DTensors are left to NCCL where they are on GPUs.
+def agreed_layouts(
+    items: Sequence[Item], ranks: Ranks, *, snapshot: bool, by_messages: bool = False
+) -> dict[str, Layout]:
+    """Rank 0's view of how the items lie. Without `snapshot`, DTensors are left to NCCL where they are on GPUs, or,
+    `by_messages`, only those that cannot be put together from messages.
 
     Over gloo every rank would gather every tensor; by messages each byte goes to the rank that writes it, alone.
     """
     lies: dict[str, Layout] = {}
     for item in items if ranks.is_writer else ():
-        if snapshot or _by_messages(item.name, item.weight):
+        if snapshot or _by_messages(item.name, item.weight, by_messages):
             lies[item.name] = layout_of(item.name, item.weight, ranks.world_size)
     return ranks.broadcast(lies)
 
 
-def _by_messages(name: str, weight: Weight) -> bool:
+def _by_messages(name: str, weight: Weight, wished: bool) -> bool:
     """Whether the tensor can be put together from messages, and should: not where NCCL does it on the GPU."""
     if not isinstance(weight, DTensor):
         return True
@@ -101,7 +104,7 @@ def _by_messages(name: str, weight: Weight) -> bool:
         layout_of(name, weight, 1)
     except UnsupportedTensor:  # partial sums, and shards of several blocks: only a collective puts them together
         return False
-    return weight.device_mesh.device_type == "cpu"
+    return wished or weight.device_mesh.device_type == "cpu"
 
 
 def stream_items(
@@ -112,6 +115,7 @@ def stream_items(
     bucket_bytes: int,
     transform: Transform | None,
     place: Place,
+    messages: Messages | None = None,
 ) -> Iterator[Named]:
     """Walk tensors that are all at hand (a module's, a dict's, a snapshot's). Yields what this rank owns.
 
@@ -120,13 +124,27 @@ def stream_items(
     """
     for bucket in _rounds(shares, bucket_bytes if ranks.world_size > 1 else 0):
         outputs = {item.name: item.outputs for _, item in bucket}
-        wanted = [Wanted(i.name, to_wire(i.weight, dtype), owner, layouts.get(i.name)) for owner, i in bucket]
+        wanted = [
+            Wanted(i.name, to_wire(i.weight, dtype), owner, layouts.get(i.name), messages=messages)
+            for owner, i in bucket
+        ]
         for each in wanted:
             each.ready(ranks.rank)
-        ranks.agree()
+        if messages is None:
+            ranks.agree()
+        else:
+            _announce(wanted, ranks)
         for name, tensor in collect(wanted, ranks, ranks.rank):
             yield from written(name, tensor, outputs[name], transform, place)
             del tensor
+
+
+def _announce(wanted: Sequence[Wanted], ranks: Ranks) -> None:
+    """As good as `agree`: everybody learns how long each message will be."""
+    mine = {each.name: (each.message[0], len(each.message[1])) for each in wanted if each.message is not None}
+    announced = ranks.gather(mine)
+    for each in wanted:
+        each.announced = announced
 
 
 def outputs_of(name: str, model: torch.Tensor, transform: Transform | None, place: Place) -> Outputs | None:
@@ -190,18 +208,31 @@ def stream_pulled(
     ones, DuplicateName if a name comes twice. What is yielded is a copy where more than one is held at a
     time, since a generator may reuse its buffer.
     """
+    for _, tensors in pulled_buckets(begin, ranks, dtype, bucket_bytes if ranks.world_size > 1 else 0, declared):
+        yield from tensors
+
+
+def pulled_buckets(
+    begin: Callable[[], Iterable[Named]],
+    ranks: Ranks,
+    dtype: torch.dtype | None,
+    limit: int,
+    declared: Sequence[TensorSpec] | None,
+) -> Iterator[tuple[list[TensorSpec], Iterator[Named]]]:
+    """The same, bucket by bucket on every rank: what is in it, and the tensors, which only rank 0 gets. Each bucket is
+    to be walked to its end before the next one."""
     pull = _Puller(iter(begin()), ranks, dtype, declared)
-    limit = bucket_bytes if ranks.world_size > 1 else 0
     while True:
         bucket = ranks.run(as_here(lambda: pull(limit)), "the next tensors of the source")
         ranks.same([describe(spec) for spec, _ in bucket], "the tensors that the source yields")
         if not bucket:
             return
         wanted = [_pulled(spec, tensor) for spec, tensor in bucket if tensor is not None]
+        specs = [spec for spec, _ in bucket]
         del bucket
         for each in wanted:
             each.ready(ranks.rank)
-        yield from collect(wanted, ranks, ranks.rank)
+        yield specs, collect(wanted, ranks, ranks.rank)
 
 
 def _pulled(spec: TensorSpec, tensor: torch.Tensor) -> Wanted:
@@ -227,6 +258,11 @@ class _Puller:
         bucket: list[tuple[TensorSpec, torch.Tensor | None]] = []
         size = 0
         while (not bucket or size < limit) and (item := next(self._source, None)) is not None:
+            if not isinstance(item, tuple | list) or len(item) != 2:
+                raise InvalidInput(
+                    f"the source yields a {type(item).__name__}: publish a module, a state dict, a WeightSource or an "
+                    "iterable of (name, tensor)"
+                )
             spec, tensor = self._take(*item)
             size += spec.nbytes
             bucket.append((spec, tensor))

@@ -6,13 +6,14 @@ vanishes under a map is SIGBUS instead of an error.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import stat
-from concurrent.futures import ThreadPoolExecutor
 
 from ..digest import hasher
-from ..errors import BadShard, CkptSyncError, StoreDenied, StoreError
+from ..errors import BadShard, CkptSyncError, StoreDenied, StoreError, StoreUnavailable
+from ..logs import Pool
 from ..store import direct
 
 _THREADS = 4
@@ -21,7 +22,8 @@ _THREADS = 4
 class FileReader:
     """A plain local file. Symbolic links are refused unless `follow_symlinks`.
 
-    BadShard names the path and what was expected there: a folder, a pipe or a missing file is not a shard.
+    BadShard names the path and what was expected there: a folder, a pipe or a missing file is not a shard. StoreDenied,
+    StoreUnavailable or StoreError if it may be one, and cannot be opened or read now.
     """
 
     def __init__(self, path: str, *, follow_symlinks: bool = False) -> None:
@@ -49,7 +51,7 @@ class FileReader:
         Read past the page cache where the file system can, by several threads, and digested meanwhile. The
         memory is freed with the last view of it.
         """
-        arena = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        arena = direct.memory(self.size)
         direct_fd = self._open()
         try:
             fd = direct_fd if direct.switch(direct_fd, True) else None
@@ -64,7 +66,7 @@ class FileReader:
     def _fill(self, memory: memoryview, direct_fd: int | None, algorithm: str | None) -> str:
         state = hasher(algorithm) if algorithm else None
         starts = range(0, self.size, direct.CHUNK)
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckptsync-read") as pool:
+        with Pool(_THREADS, thread_name_prefix="ckptsync-read") as pool:
             parts = [memory[start : start + direct.CHUNK] for start in starts]
             reads = [pool.submit(self._read, direct_fd, *where) for where in zip(starts, parts, strict=True)]
             try:
@@ -91,10 +93,16 @@ class FileReader:
             raise _open_error(self.path, error) from error
 
 
+_NO_SUCH_FILE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.ELOOP, errno.ENAMETOOLONG}
+"""What is said of the file. All else is said of the host or the mount, such as EMFILE, EIO and ESTALE, and passes."""
+
+
 def _open_error(path: str, error: OSError | ValueError) -> CkptSyncError:
     what = f"{path}: expected a safetensors file, but"
     if isinstance(error, PermissionError):
         return StoreDenied(f"{what} it may not be read: {error.strerror}")
     if os.path.islink(path):
         return BadShard(f"{what} it is a symbolic link, which is not followed")
+    if isinstance(error, OSError) and error.errno not in _NO_SUCH_FILE:
+        return StoreUnavailable(f"{path}: cannot be opened: {error.strerror}")
     return BadShard(f"{what} {getattr(error, 'strerror', None) or error}")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import NamedTuple
 
+from .. import logs
 from ..errors import BadShard, NotFound
 from ..manifest import TensorSpec
 from .file import FileReader
@@ -14,7 +14,7 @@ from .read import read_header, some
 
 SINGLE_NAME = "model.safetensors"
 
-logger = logging.getLogger(__name__)
+logger = logs.get(__name__)
 
 
 class Checkpoint(NamedTuple):
@@ -79,5 +79,5 @@ def _scan(folder: str, files: list[str]) -> tuple[dict[str, TensorSpec], dict[st
 def _ignored(folder: str, files: list[str]) -> list[str]:
     ignored = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors") and name not in files)
     if ignored:
-        logger.warning("%s: %s not in the checkpoint, ignored", folder, some(ignored))
+        logger.warning("%s: %s not in the checkpoint, ignored", folder, some(ignored), extra={"event": "ignored-names"})
     return ignored

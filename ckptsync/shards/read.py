@@ -140,7 +140,7 @@ def check_header(header: Header, file: FileEntry, track: Track) -> None:
     """BadShard unless the shard holds exactly the tensors that the manifest's track lists in `file`."""
     if header.size != file.size:
         raise BadShard(f"{file.name} has {header.size} bytes, where the manifest says {file.size}")
-    expected = {tensor.name: tensor.spec for tensor in track.tensors if tensor.file == file.name}
+    expected = {tensor.name: tensor.spec for tensor in track.by_file.get(file.name, ())}
     if missing := expected.keys() - header.tensors.keys():
         raise BadShard(f"{file.name} lacks {some(missing)}")
     if extra := header.tensors.keys() - expected.keys():

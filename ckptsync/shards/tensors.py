@@ -192,7 +192,7 @@ def _check_plain(what: str, tensor: torch.Tensor, *, sharded: bool) -> None:
 
 def _not_plain(tensor: torch.Tensor, sharded: bool) -> str:
     if tensor.is_meta:
-        return "it is on the meta device and holds no values"
+        return "it is on the meta device and holds no values; materialize it first"
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         # Its memory is not its values: FakeTensor has none, DTensor a part, quantized wrappers several.
         if not hasattr(tensor, "full_tensor"):

@@ -9,19 +9,19 @@ too), and the tensors lie in the plan's order.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
 from ..digest import DEFAULT, Bytes, Hasher, hasher
 from ..errors import InvalidInput
+from ..logs import Pool
 from ..manifest import FileEntry, TensorEntry
 from ..safetensors_format import MAX_HEADER
 from ..store.base import Writer
 from .plan import ShardPlan, check_specs
 
 PAGE = 4096
-"""The data of a shard starts at a multiple of this."""
+"""The data of a shard starts at a multiple of this, so that it can be mapped and read directly."""
 
 _CHUNK = 16 << 20
 """Bytes that are digested while the store takes them: one write of a LocalStore."""
@@ -29,6 +29,9 @@ _CHUNK = 16 << 20
 _CACHED = 1 << 20
 """Bytes that stay in the cache from the first digest to the second. xxhash lets go of the interpreter lock; much
 smaller pieces would queue for it behind the training thread."""
+
+_SMALL = 256 << 10
+"""Bytes that are digested sooner than a thread is woken for them: norms and biases, experts of small models."""
 
 
 class ShardWriter:
@@ -41,16 +44,22 @@ class ShardWriter:
     """
 
     def __init__(
-        self, writer: Writer, plan: ShardPlan, *, metadata: Mapping[str, str] = {}, algorithm: str = DEFAULT
+        self,
+        writer: Writer,
+        plan: ShardPlan,
+        *,
+        metadata: Mapping[str, str] = {},
+        algorithm: str = DEFAULT,
+        align: int = PAGE,
     ) -> None:
-        header = header_bytes(plan, metadata)
+        header = header_bytes(plan, metadata, align)
         self._writer = writer
         self._plan = plan
         self._algorithm = algorithm
         self._file_hash = hasher(algorithm)
         self._size = 0
         self._entries: list[TensorEntry] = []
-        self._beside = ThreadPoolExecutor(1, thread_name_prefix="ckptsync-digest")
+        self._beside = Pool(1, thread_name_prefix="ckptsync-digest")
         self._write(memoryview(header))
 
     def add(self, name: str, data: Bytes) -> None:
@@ -97,6 +106,11 @@ class ShardWriter:
 
     def _write(self, chunk: memoryview, *states: Hasher) -> None:
         """Digest in a thread beside while the store takes the bytes; both are done with them on return."""
+        if chunk.nbytes < _SMALL:
+            _digest(chunk, [self._file_hash, *states])
+            self._writer.write(chunk)
+            self._size += chunk.nbytes
+            return
         digesting = self._beside.submit(_digest, chunk, [self._file_hash, *states])
         try:
             self._writer.write(chunk)
@@ -112,8 +126,9 @@ def _digest(chunk: memoryview, states: list[Hasher]) -> None:
             state.update(piece)
 
 
-def header_bytes(plan: ShardPlan, metadata: Mapping[str, str] = {}) -> bytes:
-    """Length, header and padding of the plan's file: everything before its data."""
+def header_bytes(plan: ShardPlan, metadata: Mapping[str, str] = {}, align: int = PAGE) -> bytes:
+    """Length, header and padding of the plan's file: everything before its data, which starts at a multiple of
+    `align`."""
     check_specs(plan.tensors)
     _check_metadata(metadata)
     # transformers 4 refuses metadata without `format`; every writer for torch says "pt".
@@ -124,7 +139,7 @@ def header_bytes(plan: ShardPlan, metadata: Mapping[str, str] = {}) -> bytes:
         fields[spec.name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": (offset, end)}
         offset = end
     text = msgspec.json.encode(fields)
-    text += b" " * (-(8 + len(text)) % PAGE)
+    text += b" " * (-(8 + len(text)) % align)
     if len(text) > MAX_HEADER:
         raise InvalidInput(f"{plan.file}: a header of {len(text)} bytes, where readers take {MAX_HEADER} at most")
     return len(text).to_bytes(8, "little") + text

@@ -16,10 +16,10 @@ What every store guarantees, and all that the commit rule builds on:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from ..digest import Bytes
-from ..errors import BadManifest
+from ..errors import BadManifest, InvalidInput
 
 
 class Entry(NamedTuple):
@@ -41,6 +41,21 @@ class Reader(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Derived(Protocol):
+    """A Reader of a file that no store has, since it is made while it is read."""
+
+    @property
+    def made_from(self) -> str:
+        """Out of what, for errors about its bytes: a whole sentence after "which"."""
+        ...
+
+
+def made_from(reader: Reader) -> str:
+    """To put behind an error about bytes that are not right: where the fault lies if the file is made from others."""
+    return f", which {reader.made_from}" if isinstance(reader, Derived) else ""
 
 
 class Writer(Protocol):
@@ -106,6 +121,12 @@ def read_bytes(store: Store, path: str, limit: int) -> bytes:
         return bytes(data)
     finally:
         reader.close()
+
+
+def refuse_empty(path: str, data: bytes) -> None:
+    """What every `create` asks first. InvalidInput for no bytes."""
+    if not data:
+        raise InvalidInput(f"{path}: an empty file says nothing, and some stores lose the race for it")
 
 
 def put_bytes(store: Store, path: str, data: bytes) -> None:

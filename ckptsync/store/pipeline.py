@@ -7,10 +7,14 @@ there are workers.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from ..digest import Bytes
+from ..logs import Pool
 from .views import flat
+
+_SMALL = 64 << 10
+"""Bytes of the first buffer, since most files are small and a part's memory may come in huge pages."""
 
 
 class Pipeline:
@@ -32,7 +36,7 @@ class Pipeline:
         self._part_size = part_size
         self._workers = workers
         self._allocate = allocate
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads: Pool | None = None
         self._running: dict[Future[None], memoryview] = {}
         self._buffer = memoryview(b"")
         self._filled = 0
@@ -66,17 +70,22 @@ class Pipeline:
         self._shutdown()
 
     def _next_part(self) -> None:
+        if 0 < self._filled < self._part_size:
+            small, self._buffer = self._buffer, self._allocate(self._part_size)
+            self._buffer[: self._filled] = small
+            return
         free: memoryview | None = None
         if self._filled:
             while len(self._running) >= self._workers:
                 free = self._collect()
             self._submit()
-        self._buffer = free if free is not None else self._allocate(self._part_size)
+        size = self._part_size if self._index else min(_SMALL, self._part_size)
+        self._buffer = free if free is not None else self._allocate(size)
         self._filled = 0
 
     def _submit(self) -> None:
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(self._workers, thread_name_prefix="ckptsync-write")
+            self._threads = Pool(self._workers, thread_name_prefix="ckptsync-write")
         self._running[self._threads.submit(self._sink, self._index, self._buffer)] = self._buffer
         self._index += 1
 

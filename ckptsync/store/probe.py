@@ -1,11 +1,30 @@
-"""Does this storage really enforce create-if-absent? Asked once at start-up, by doing it twice."""
+"""What is asked of a storage at start-up: is it there, and does it really enforce create-if-absent?"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import secrets
+from collections.abc import Iterator
 
-from ..errors import AlreadyExists
+from ..errors import AlreadyExists, CkptSyncError, InvalidInput, NotFound
 from .base import Store
+from .local import LocalStore
+from .retry import translated
+
+
+def is_there(store: Store) -> bool:
+    """Whether the root can hold versions now. An object store has no folders: there always. InvalidInput for a file."""
+    if not isinstance(store, LocalStore):
+        return True
+    path = store.url
+    try:
+        found = translated(f"look at {path}", lambda: os.path.isdir(path) or os.stat(path))
+    except NotFound:
+        return False
+    if found is not True:
+        raise InvalidInput(f"{path} is not a folder")
+    return True
 
 
 def enforces_create(store: Store) -> bool:
@@ -16,10 +35,22 @@ def enforces_create(store: Store) -> bool:
     prevented.
     """
     path = f"probe-{secrets.token_hex(16)}"
-    try:
+    with deleted_after(store, path):
         return _refused(store, path, b"first") or _refused(store, path, b"second")
-    finally:
-        store.delete(path)
+
+
+@contextlib.contextmanager
+def deleted_after(store: Store, path: str) -> Iterator[None]:
+    """Delete the file at the end. If the body raises, its error is the one to see: on a store that may not be written
+    (EROFS) the delete fails as well.
+    """
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(CkptSyncError):
+            store.delete(path)
+        raise
+    store.delete(path)
 
 
 def _refused(store: Store, path: str, data: bytes) -> bool:

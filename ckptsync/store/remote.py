@@ -18,7 +18,7 @@ import fsspec
 
 from ..digest import Bytes
 from ..errors import AlreadyExists, BadShard, InvalidInput, NotFound
-from .base import Entry, Reader, Writer
+from .base import Entry, Reader, Writer, refuse_empty
 from .paths import parts_of
 from .retry import retrying, translated
 from .views import target
@@ -78,8 +78,7 @@ class RemoteStore:
 
     def create(self, path: str, data: bytes) -> None:
         """See Store.create. A condition on the put; for memory:// a lock, for the threads of a process."""
-        if not data:
-            raise InvalidInput(f"{path}: an empty file says nothing, and some stores lose the race for it")
+        refuse_empty(path, data)
         action = self._say("create", path)
         retrying(action, lambda: self._create(path, data), deadline=self.deadline)
 

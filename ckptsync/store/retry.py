@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import TypeVar
 
 import tenacity
 
+from .. import logs
 from ..errors import StoreUnavailable
 from .translate import translate
 
-log = logging.getLogger("ckptsync.store")
+log = logs.get("ckptsync.store")
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ def retrying(action: str, call: Callable[[], T], *, deadline: float) -> T:
 
 def _warn_once(state: tenacity.RetryCallState) -> None:
     if state.attempt_number == 1 and state.outcome is not None:
-        log.warning("%s; trying again", state.outcome.exception())
+        log.warning("%s; trying again", state.outcome.exception(), extra={"event": "store-retry"})
 
 
 def _give_up(state: tenacity.RetryCallState) -> None:

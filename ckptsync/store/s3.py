@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
-import logging
 import os
 import threading
 import time
@@ -20,6 +19,7 @@ from typing import Any
 
 import fsspec.asyn
 
+from .. import logs
 from ..digest import Bytes
 from ..errors import AlreadyExists, BadShard, InvalidInput, NotFound, StoreError, StoreUnavailable
 from . import direct, s3_obstore, s3_read
@@ -36,7 +36,7 @@ _FIRST_READ = 64 << 10
 _RANGE = 64 << 20
 _sync: Any = fsspec.asyn.sync  # it is not typed
 
-log = logging.getLogger("ckptsync.store")
+log = logs.get("ckptsync.store")
 
 
 class S3Store(RemoteStore):
@@ -147,7 +147,7 @@ class S3Store(RemoteStore):
 
     def read_by_s3fs(self, why: InvalidInput) -> None:
         """From now on, in this process."""
-        log.debug("%s: %s", self.url, why)
+        log.debug("%s: %s", self.url, why, extra={"event": "store-path"})
         if (direct := self._directs.get(os.getpid())) is not None:
             direct.close()
         self._directs[os.getpid()] = None
@@ -203,7 +203,7 @@ class S3Store(RemoteStore):
         except (InvalidInput, StoreError, NotFound) as error:
             if self.obstore and not s3_obstore.inherited():
                 raise
-            log.debug("%s: uploads stay with s3fs: %s", self.url, error)
+            log.debug("%s: uploads stay with s3fs: %s", self.url, error, extra={"event": "store-path"})
             return None
 
     def _connect(self) -> tuple[Any, str]:

@@ -18,6 +18,7 @@ _Kind = tuple[type[CkptSyncError], str]
 
 _DENIED: _Kind = (StoreDenied, "permission denied")
 _UNAVAILABLE: _Kind = (StoreUnavailable, "no answer")
+_NO_MEMORY: _Kind = (StoreUnavailable, "this process gets no more memory")
 
 ERRNO: dict[int, _Kind] = {
     errno.ENOENT: (NotFound, "not found"),
@@ -33,6 +34,9 @@ ERRNO: dict[int, _Kind] = {
     errno.ELOOP: (StoreDenied, "a symbolic link below the root is not followed"),
     errno.ESTALE: (StoreUnavailable, "stale file handle"),
     errno.ENOTCONN: (StoreUnavailable, "the mount lost its server"),
+    errno.EMFILE: (StoreUnavailable, "too many open files: raise `ulimit -n`"),
+    errno.ENFILE: (StoreUnavailable, "too many open files on this host: raise fs.file-max"),
+    errno.ENOMEM: _NO_MEMORY,
     **dict.fromkeys(
         (
             errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EHOSTDOWN, errno.EHOSTUNREACH,
@@ -84,6 +88,7 @@ CLASS: dict[str, _Kind] = {
     "azure.core.exceptions.ServiceResponseError": _UNAVAILABLE,
     "obstore.exceptions.GenericError": _UNAVAILABLE,
     "builtins.TimeoutError": _UNAVAILABLE,
+    "builtins.MemoryError": _NO_MEMORY,
     # Their numbers are not the operating system's.
     "http.client.HTTPException": _UNAVAILABLE,
     "socket.gaierror": _UNAVAILABLE,

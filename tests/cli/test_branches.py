@@ -42,3 +42,25 @@ def test_doctor_says_what_engines_need_to_follow_adapters(ckptsync, root):
     checks = {check["name"]: check for check in ckptsync("doctor", root, "--json").json["checks"]}
     assert checks["adapters"]["detail"] == "e1-v1 is a LoRA adapter of rank 4 on q_proj, v_proj"
     assert "--max-loras (SGLang: --max-loaded-loras) >= the watcher's staleness + 2" in checks["adapters"]["remedy"]
+
+
+def test_an_attempt_whose_versions_were_collected_is_not_said_to_have_none_yet(ckptsync, root):
+    for run in ("first", "second", "third"):
+        with Publisher(root, run_id=run) as publisher:
+            if run != "second":
+                publisher.publish({"w": torch.zeros(2)})
+    for _ in range(2):
+        with Publisher(root) as publisher:
+            publisher.publish({"w": torch.ones(2)})
+    Publisher(root).close()
+    assert ckptsync("gc", root, "--keep-last", "2").code == 0
+    rows = [line.strip() for line in ckptsync("ls", root).out.splitlines()]
+    assert [row.split("  ")[-1].strip() for row in rows if row.startswith(("e1", "e2", "e3", "e6"))] == [
+        "not kept", "none, or not kept", "not kept", "none yet",
+    ]  # fmt: skip
+    for command in ("ls", "status"):
+        epochs = ckptsync(command, root, "--json").json["epochs"]
+        assert [epoch["why_none"] or None for epoch in epochs] == [
+            "not kept", "none, or not kept", "not kept", None, None, "none yet",
+        ]  # fmt: skip
+    assert "none, or not kept" in ckptsync("status", root).out

@@ -7,6 +7,7 @@ import pytest
 from safetensors.torch import load_file
 
 from ckptsync.channel import Channel
+from watchers.claims import claimed
 
 
 def shards(root, label):
@@ -51,7 +52,9 @@ def test_a_folder_is_published_listed_shown_and_verified(ckptsync, hf_folder, ro
 def test_every_command_explains_itself(ckptsync):
     helped = ckptsync("--help")
     assert helped.code == 0
-    for command in ("demo", "publish", "ls", "show", "verify", "export", "import", "watch", "load", "doctor"):
+    commands = "demo publish ls show verify diff export fsck compact import watch load doctor gc pin unpin rollback"
+    commands += " status config"
+    for command in commands.split():
         assert command in helped.out
         assert ckptsync(command, "--help").code == 0
 
@@ -91,6 +94,12 @@ def test_an_exported_folder_comes_back_under_another_root_with_its_content(ckpts
     row = ckptsync("ls", other, "--json").json["versions"][0]
     assert row["step"] == 3
     assert row["metadata"]["imported_from"]["version"] == "e1-v1"
+    again = ckptsync("import", other, copy)
+    assert "as e2-v2" in again.out
+    assert "a trainer that still runs is fenced by it" in again.out
+    os.unlink(f"{copy}/config.json")
+    instead = ckptsync("publish", root, "--from", copy)
+    assert (instead.code, f"`ckptsync import {root} {copy}`" in instead.err) == (2, True)
 
 
 def test_import_refuses_a_folder_with_a_changed_byte_and_commits_nothing(ckptsync, hf_folder, root, tmp_path):
@@ -102,7 +111,7 @@ def test_import_refuses_a_folder_with_a_changed_byte_and_commits_nothing(ckptsyn
     refused = ckptsync("import", other, copy, "--json")
     assert refused.code == 1
     assert refused.json["error"]["kind"] == "bad-shard"
-    assert ckptsync("ls", other, "--json").json["versions"] == []
+    assert not os.path.exists(other), "not even the channel is made"
 
 
 @pytest.mark.parametrize(
@@ -190,6 +199,7 @@ def test_case_13_a_torn_manifest_is_listed_as_incomplete_and_the_version_before_
         (("show", "{root}", "newest"), 2, "use latest, 42 or e2-v42"),
         (("show", "{root}", "99"), 1, "no complete version 99"),
         (("verify", "{empty}"), 1, "no version"),
+        (("verify", "{absent}"), 2, "no such folder"),
         (("publish", "{root}", "--from", "/does/not/exist"), 2, "/does/not/exist"),
         (("publish", "{root}", "--from", "{hf}", "--meta", "reward"), 2, "key=value"),
         (("publish", "{root}", "--from", "{hf}", "--kind", "quantum"), 2, "quantum"),
@@ -200,13 +210,15 @@ def test_case_13_a_torn_manifest_is_listed_as_incomplete_and_the_version_before_
 )
 def test_exit_codes_tell_a_wrong_call_from_a_bad_thing(ckptsync, hf_folder, root, tmp_path, args, code, words):
     ckptsync("publish", root, "--from", hf_folder())
-    places = {"root": root, "empty": tmp_path / "empty", "hf": tmp_path / "hf0"}
+    (tmp_path / "empty").mkdir()
+    places = {"root": root, "empty": tmp_path / "empty", "absent": tmp_path / "absent", "hf": tmp_path / "hf0"}
     ran = ckptsync(*(arg.format(**places) for arg in args))
     assert ran.code == code, ran.err
     assert words in ran.err
 
 
 def test_with_json_an_error_is_a_document_too(ckptsync, root):
+    os.mkdir(root)
     ran = ckptsync("show", root, "--json")
     assert ran.code == 1
     assert ran.json["error"]["kind"] == "channel-empty"
@@ -246,3 +258,21 @@ def test_the_command_is_installed_and_prints_only_json_on_stdout(hf_folder, root
     command = os.path.join(os.path.dirname(sys.executable), "ckptsync")
     done = subprocess.run([command, "publish", root, "--from", hf_folder(), "--json"], capture_output=True, check=True)
     assert json.loads(done.stdout)["version"] == "e1-v1"
+
+
+def test_watch_wants_engines_a_rollout_and_a_quorum_that_it_knows(ckptsync, root):
+    nobody = ckptsync("watch", root, "--engine", "vllm")
+    assert (nobody.code, "which engines?" in nobody.err) == (2, True), nobody.err
+    for options in (("--rollout", "some"), ("--quorum", "0%"), ("--dns", "engines.svc")):
+        refused = ckptsync("watch", root, "--engine", "vllm", "--url", "http://127.0.0.1:9", *options)
+        assert refused.code == 2, refused.err
+
+
+def test_watch_and_load_refuse_an_engine_that_another_watcher_of_this_host_has(ckptsync, hf_folder, root, tmp_path):
+    ckptsync("publish", root, "--from", hf_folder())
+    stage, url = str(tmp_path / "stage"), "http://127.0.0.1:9"
+    with claimed(stage, url, "/nfs/other"):
+        for command in (("watch", root), ("load", root, "1")):
+            refused = ckptsync(*command, "--engine", "vllm", "--url", url, "--stage", stage)
+            assert refused.code == 1
+            assert "/nfs/other" in refused.err.replace("\n", "")

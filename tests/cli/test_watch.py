@@ -15,8 +15,10 @@ import pytest
 
 from ckptsync.export.source import CheckpointSource
 from ckptsync.publish import Publisher
+from ckptsync.signing import generate
 from ckptsync.store import open_store
 from tests.envs.models import tiny_model
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.s3, pytest.mark.timeout(600)]
 
@@ -65,10 +67,14 @@ def answer(url: str) -> tuple[str, list[int]]:
     return said["version"], said["token_ids"]
 
 
-def test_a_watcher_process_follows_a_bucket_and_load_goes_back(engine, models, s3_root, s3_server, tmp_path) -> None:
+def test_a_watcher_process_follows_a_signed_bucket_and_load_goes_back(
+    engine, models, s3_root, s3_server, tmp_path
+) -> None:
+    key = str(tmp_path / "key")
+    generate(key)
     command = ["--engine", "module", "--url", engine, "--stage", str(tmp_path / "stage"), "--json"]
-    env = s3_server.environment
-    with Publisher(open_store(s3_root.url, options=s3_root.options)) as publisher:
+    env = {**s3_server.environment, "CKPTSYNC_REQUIRE_SIGNATURE": key + ".pub"}
+    with Publisher(open_store(s3_root.url, options=s3_root.options), sign_key=key) as publisher:
         publisher.publish(CheckpointSource(models[1]), assets=models[1])
         watch = Process("-m", "ckptsync.cli", "watch", s3_root.url, "--poll", "0.2", *command, env=env)
         first = watch.receipt()
@@ -122,3 +128,42 @@ def test_load_of_a_version_that_is_not_there_or_an_engine_that_is_away_is_exit_c
     assert away.returncode == 1
     assert "http://127.0.0.1:9" in away.stderr
     assert "Traceback" not in away.stderr
+
+
+def test_a_terminal_shows_a_refused_version_once(engine, models, tmp_path) -> None:
+    root, terminal = str(tmp_path / "root"), str(tmp_path / "terminal")
+    with Publisher(root) as publisher:
+        publisher.publish(CheckpointSource(models[1]))
+        bad = publisher.publish(CheckpointSource(models[2])).manifest
+    (name,) = {file.name for file in bad.tracks["model"].files if file.name.endswith(".safetensors")}
+    with open(os.path.join(root, bad.folder, name), "r+b") as file:
+        file.seek(-8, os.SEEK_END)
+        file.write(b"flipped!")
+    command = [
+        "watch",
+        root,
+        "--engine",
+        "module",
+        "--url",
+        engine,
+        "--stage",
+        str(tmp_path / "stage"),
+        "--poll",
+        "0.1",
+    ]
+    with open(terminal, "w") as output:
+        watch = subprocess.Popen([sys.executable, "-m", "ckptsync.cli", *command], stdout=output, stderr=output)
+        try:
+            until(lambda: "e1-v1 serving" in open_text(terminal), 120, "the good version is served")
+        finally:
+            watch.send_signal(signal.SIGTERM)
+            assert watch.wait(30) == 0
+    shown = open_text(terminal)
+    assert shown.startswith(f"found e1-v2 in {root}: staging it, unless it is served already\n")
+    assert shown.count("e1-v2 refused") == 1
+    assert shown.count(name) == 1, shown
+
+
+def open_text(path: str) -> str:
+    with open(path) as file:
+        return file.read()

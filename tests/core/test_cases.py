@@ -14,9 +14,9 @@ import torch
 from ckptsync.channel import Channel
 from ckptsync.publish import Publisher
 from ckptsync.store import open_store
+from ckptsync.testing.hooks import HookedStore, Recorder
 from ckptsync.verify import verify_version
 from ckptsync.version import VersionId
-from tests.faults.store import HookedStore, Recorder
 from watchers.stage import Stage
 
 

@@ -2,6 +2,8 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
+import time
 
 import msgspec
 import pytest
@@ -21,8 +23,9 @@ from ckptsync.errors import (
     VersionNotFound,
 )
 from ckptsync.store import open_store
+from ckptsync.store.base import read_bytes
+from ckptsync.testing.hooks import Failing, HookedStore, Recorder, matching
 from ckptsync.version import VersionId
-from tests.faults.store import Failing, HookedStore, Recorder, matching
 
 from .manifests import manifest
 
@@ -50,7 +53,7 @@ def publish(channel, epoch, number, **fields):
 def test_a_version_exists_once_it_is_committed_and_not_before(store):
     channel, reader = Channel.create(store), Channel.open(store)
     epoch = channel.claim_epoch("run")
-    with pytest.raises(ChannelEmpty):
+    with pytest.raises(ChannelEmpty, match=r"has no version yet: publish one, or check the root$"):
         reader.latest()
     assert reader.poll() is None
     publish(channel, epoch, 1)
@@ -94,8 +97,32 @@ def test_the_same_commit_again_is_a_retry_and_other_content_is_refused(store):
     assert channel.commit(epoch, mine) == channel.commit(epoch, mine)
     again = channel.commit(epoch, manifest(epoch.number, 1, nonce="two"))
     assert again.nonce == "one", "same content: the version that is there"
-    with pytest.raises(VersionExists, match="publish under the next number"):
+    whole = (
+        "^e1-v1 is already published by run run with other content; versions are immutable: "
+        "publish under the next number$"
+    )
+    with pytest.raises(VersionExists, match=whole):
         channel.commit(epoch, manifest(epoch.number, 1, nonce="three", value=b"different"))
+
+
+def test_another_versions_manifest_under_the_name_is_not_taken_for_a_retry_though_the_content_is_the_same(root):
+    channel = Channel.create(root)
+    epoch = channel.claim_epoch("run")
+    first = publish(channel, epoch, 1)
+    folder = os.path.join(root, "manifests")
+    shutil.copy(os.path.join(folder, f"{first.stem}.json"), os.path.join(folder, "e0001-v00000002.json"))
+    with pytest.raises(BadManifest, match="named e0001-v00000002 but the manifest says e0001-v00000001"):
+        publish(channel, epoch, 2)
+
+
+def test_a_manifest_that_is_gone_right_after_its_commit_is_not_committed(root):
+    def lose(operation, path):
+        if operation == "create" and path.startswith("manifests/"):
+            channel.store.inner.delete(path)
+
+    channel = Channel.create(HookedStore(open_store(root), after=lose))
+    with pytest.raises(VersionNotFound, match="e1-v1 is not there after its commit"):
+        publish(channel, channel.claim_epoch("run"), 1)
 
 
 def test_a_newer_epoch_fences_the_older_publisher(store):
@@ -203,6 +230,15 @@ def test_case_44_after_a_timeout_a_read_decides_whether_it_was_committed(root):
     assert Channel.open(root).committed() == [VersionId(1, 1)]
 
 
+def test_case_44_after_a_timeout_a_read_decides_whether_an_epoch_was_claimed(root):
+    lost = _AnswerLost(open_store(root), "epochs/", StoreUnavailable)
+    assert Channel.create(lost).claim_epoch("run").number == 1
+    never = HookedStore(open_store(root), Failing(lambda: StoreUnavailable("down"), matching("create", part="epochs/")))
+    with pytest.raises(StoreUnavailable):
+        Channel.open(never).claim_epoch("again")
+    assert max(Channel.open(root).claims()) == 1
+
+
 def test_a_store_where_both_writers_win_is_found_out_at_the_commit(root, caplog):
     """As on two FUSE mounts: the second create overwrites and says yes."""
 
@@ -256,7 +292,7 @@ def test_versions_that_are_all_broken_are_not_mistaken_for_an_empty_channel(root
     channel = Channel.create(root)
     publish(channel, channel.claim_epoch("run"), 1)
     os.truncate(os.path.join(root, "manifests", "e0001-v00000001.json"), 5)
-    with pytest.raises(BadManifest, match="none of them is complete"):
+    with pytest.raises(BadManifest, match=r"holds versions, but none of them is complete and live$"):
         Channel.open(root).latest()
 
 
@@ -265,10 +301,10 @@ def test_a_manifest_of_another_format_is_named_and_passed_over(root, caplog):
     epoch = channel.claim_epoch("run")
     publish(channel, epoch, 1)
     with open(os.path.join(root, "manifests", "e0001-v00000002.json"), "w") as file:
-        json.dump({"format": 2, "epoch": 1, "number": 2}, file)
+        json.dump({"format": 3, "epoch": 1, "number": 2}, file)
     reader = Channel.open(root)
     assert reader.poll() == VersionId(1, 1)
-    assert "format 2 is not 1" in caplog.text
+    assert "format 3 is not 1" in caplog.text
     with pytest.raises(UnsupportedFormat):
         reader.manifest(VersionId(1, 2))
 
@@ -350,7 +386,7 @@ def test_a_version_that_was_collected_is_gone_and_not_merely_unknown(root):
     version = publish(channel, channel.claim_epoch("run"), 1)
     channel.check_still_there(version)
     os.remove(os.path.join(root, "manifests", f"{version.stem}.json"))
-    with pytest.raises(VersionGone):
+    with pytest.raises(VersionGone, match=r"^e1-v1 was collected from .* in the meantime$"):
         channel.check_still_there(version)
 
 
@@ -371,7 +407,21 @@ def test_a_reader_says_what_it_serves_and_what_it_reads(store):
     channel.lease("engine-0", version, 60.0)
     names = {entry.path for folder in ("receipts", "leases") for entry in store.list(folder)}
     assert names == {"receipts/engine-0.json", "leases/engine-0.json"}
+    said = json.loads(read_bytes(store, "leases/engine-0.json", 1000))
+    assert 0 <= time.time() - said.pop("since") < 600
+    assert said == {"reader": "engine-0", "epoch": 1, "number": 1, "seconds": 60.0}
+    assert channel.receipt("engine-0") == {"reader": "engine-0", "version": "e1-v1"}
     channel.release("engine-0")
     assert list(store.list("leases")) == []
     with pytest.raises(InvalidInput):
         channel.write_receipt("../elsewhere", {})
+
+
+def test_a_root_may_be_a_path(tmp_path):
+    assert Channel.open(tmp_path / "run").store.url == str(tmp_path / "run")
+
+
+@pytest.mark.parametrize("root", [None, 5, b"/nfs/run", ["/nfs/run"]])
+def test_what_is_no_root_is_refused_at_once(root):
+    with pytest.raises(InvalidInput, match="is no root"):
+        Channel.open(root)

@@ -1,8 +1,16 @@
+import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptsync.epochs import Epoch, live
+from ckptsync import Channel
+from ckptsync.channel_record import create_record
+from ckptsync.epochs import Epoch, check_fence, claim, claimed, live, read_claim
+from ckptsync.errors import Fenced, InvalidInput
+from ckptsync.layout import claim_path
+from ckptsync.testing.memory import MemoryStore
 from ckptsync.version import VersionId
+from tests.mirror.channels import Trainer
 
 
 def claims(**resumed_from):
@@ -72,3 +80,66 @@ def test_live_agrees_with_walking_back_from_the_newest_attempt(data):
 def test_resuming_from_a_branch_that_was_left_behind_brings_it_back():
     history = ids((1, 5), (1, 9), (2, 6), (2, 7))
     assert live(history, claims(e1=None, e2=(1, 5), e3=(1, 9))) == ids((1, 5), (1, 9))
+
+
+def test_epochs_are_numbered_from_one_and_a_claim_is_read_as_it_was_made():
+    store = MemoryStore()
+    first, second = claim(store, "a", None, 1), claim(store, "b", VersionId(1, 4), 5)
+    assert (first.number, second.number, claimed(store)) == (1, 2, [1, 2])
+    assert (read_claim(store, 1), read_claim(store, 2)) == (first, second)
+    assert (second.run_id, second.resumed_from, second.next_number) == ("b", VersionId(1, 4), 5)
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"[]", msgspec.json.encode(claims(e2=None)[2])])
+def test_a_claim_that_cannot_be_read_or_is_of_another_epoch_fences_and_says_no_more(data):
+    store = MemoryStore()
+    mine = claim(store, "a", None, 1)
+    check_fence(store, mine)
+    store.files[claim_path(3)] = data
+    assert read_claim(store, 3) is None
+    with pytest.raises(Fenced, match=r"^epoch 3 was claimed: this publisher holds epoch 1 and must stop$"):
+        check_fence(store, mine)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (None, r"^the claim .*/epochs/e0001\.json is gone \(was it deleted\?\): make a new Publisher"),
+        (b'{"torn', r"^the claim .*/epochs/e0001\.json cannot be read: make a new Publisher"),
+        (
+            msgspec.json.encode(claims(e1=None)[1]),
+            r"^epoch 1 is no longer ours: another publisher claimed the same one$",
+        ),
+    ],
+)
+def test_a_claim_that_is_gone_unreadable_or_anothers_fences_and_is_said_to_be_that(data, said):
+    store = MemoryStore()
+    mine = claim(store, "a", None, 1)
+    create_record(store)
+    store.delete(claim_path(1))
+    if data is not None:
+        store.files[claim_path(1)] = data
+    with pytest.raises(Fenced, match=said):
+        check_fence(store, mine)
+
+
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_an_epoch_goes_on_from_an_older_one_only(epoch):
+    with pytest.raises(InvalidInput, match=rf"^cannot resume from e{epoch}-v3: epoch 1 would not be newer$"):
+        claim(MemoryStore(), "a", VersionId(epoch, 3), 4)
+
+
+def test_a_version_that_is_committed_while_an_epoch_is_claimed_does_not_share_its_number(tmp_path, monkeypatch):
+    older = Trainer(str(tmp_path))
+    older.publish(1)
+    channel, listed = Channel.open(str(tmp_path)), Channel.versions
+
+    def and_then_another_commits(self):
+        found = listed(self)
+        if self is channel and len(found) == 1:
+            older.publish(2)
+        return found
+
+    monkeypatch.setattr(Channel, "versions", and_then_another_commits)
+    claim = channel.claim_epoch("run")
+    assert (claim.resumed_from, claim.next_number) == (VersionId(1, 2), 3)

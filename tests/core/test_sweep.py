@@ -17,8 +17,8 @@ from ckptsync.manifest import Manifest, data_folder
 from ckptsync.store import LocalStore, open_store, put_bytes
 from ckptsync.store.paths import temporary_name
 from ckptsync.sweep import Swept, sweep_debris
+from ckptsync.testing.hooks import Failing, HookedStore, matching
 from ckptsync.version import VersionId
-from tests.faults.store import Failing, HookedStore, matching
 
 from .manifests import manifest
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import httpx
 import pytest
 
 from ckptsync.engine import Engine, StagedVersion
+from ckptsync.engine_http import Call, EngineHttp, HttpOptions
 from ckptsync.errors import (
     EngineDirty,
     EngineError,
@@ -19,40 +22,16 @@ from ckptsync.errors import (
     InvalidInput,
     ProofFailed,
 )
-from watchers.engines._http import HttpOptions
 from watchers.engines.sglang import SglangEngine, SglangOptions
 from watchers.engines.vllm import VllmEngine, VllmOptions
+from watchers.engines.vllm_transfer import VllmTransferEngine
 
 from .conftest import staged
+from .faked import URL
 from .fakes import FakeSglang, FakeVllm
 
-URL = "http://engine:8000"
 VERSION = staged("/stage/e0001-v00000007", 7)
 LABEL = VERSION.label
-
-
-@pytest.fixture
-def fake_vllm() -> FakeVllm:
-    return FakeVllm()
-
-
-@pytest.fixture
-def vllm(fake_vllm: FakeVllm) -> Iterator[VllmEngine]:
-    engine = VllmEngine(URL, transport=fake_vllm.transport)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture
-def fake_sglang() -> FakeSglang:
-    return FakeSglang()
-
-
-@pytest.fixture
-def sglang(fake_sglang: FakeSglang) -> Iterator[SglangEngine]:
-    engine = SglangEngine(URL, transport=fake_sglang.transport)
-    yield engine
-    engine.close()
 
 
 def load(engine: Engine, version: StagedVersion = VERSION) -> Any:
@@ -90,6 +69,44 @@ def test_case_97_vllm_asked_to_keep_caches_resets_none(fake_vllm: FakeVllm) -> N
     load(engine)
     assert not [call for call in fake_vllm.seen if "reset" in call]
     assert fake_vllm.requests[0].url.params["clear_cache"] == "false"
+
+
+def test_case_97_no_flush_falls_into_an_open_update(fake_vllm: FakeVllm) -> None:
+    """With the plugin vLLM has a session: it ends, caches are dropped, the label says so, requests go on."""
+    engine = VllmTransferEngine(URL, transport=fake_vllm.transport)
+    engine.pause()
+    engine.start(VERSION)
+    engine.finish(VERSION)
+    engine.resume()
+    posts = [call for call in fake_vllm.seen if call.startswith("POST")]
+    assert posts == [
+        "POST /pause",
+        "POST /start_weight_update",
+        "POST /finish_weight_update",
+        "POST /reset_prefix_cache",
+        "POST /reset_mm_cache",
+        "POST /reset_encoder_cache",
+        "POST /update_weight_version",
+        "POST /resume",
+    ]
+
+
+def test_case_97_sglang_flushes_with_the_load_or_not_at_all(fake_sglang: FakeSglang) -> None:
+    for cache, mode in (("flush", "retract"), ("keep", "in_place")):
+        options = SglangOptions(cache=cache, pause_mode=mode)  # type: ignore[arg-type]
+        fake_sglang.seen.clear()
+        fake_sglang.requests.clear()
+        engine = SglangEngine(URL, options, transport=fake_sglang.transport)
+        load(engine)
+        engine.resume()
+        posts = [call for call in fake_sglang.seen if call.startswith("POST")]
+        assert posts == [
+            "POST /pause_generation",
+            "POST /update_weights_from_disk",
+            "POST /weights_checker",
+            "POST /continue_generation",
+        ]
+        assert fake_sglang.body_of("POST /update_weights_from_disk")["flush_cache"] is (cache == "flush")
 
 
 def test_sglang_gets_label_and_flush_with_the_load(sglang: SglangEngine, fake_sglang: FakeSglang) -> None:
@@ -229,7 +246,7 @@ def test_sglang_refuses_only_if_no_worker_touched_anything(
         load(sglang)
 
 
-def test_case_100_102_sglang_that_did_not_flush_is_flushed_and_labelled_with_no_abort(
+def test_case_100_sglang_that_could_not_flush_is_paused_again_and_flushed_within_bounds(
     sglang: SglangEngine, fake_sglang: FakeSglang
 ) -> None:
     message = "Weights were updated, but the cache was not flushed because requests are still running."
@@ -241,7 +258,20 @@ def test_case_100_102_sglang_that_did_not_flush_is_flushed_and_labelled_with_no_
     assert "second step" in confirmation.warnings[0]
     assert fake_sglang.seen.count("POST /pause_generation") == 2
     assert fake_sglang.seen.count("POST /flush_cache") == 2
-    assert fake_sglang.body_of("POST /update_weight_version")["abort_all_requests"] is False
+
+
+def test_case_102_a_version_number_aborts_no_request(sglang: SglangEngine, fake_sglang: FakeSglang) -> None:
+    sglang.set_label(LABEL)
+    assert fake_sglang.body_of("POST /update_weight_version") == {"new_version": LABEL, "abort_all_requests": False}
+
+
+def test_case_108_loader_options_are_passed_with_each_load(fake_sglang: FakeSglang) -> None:
+    engine = SglangEngine(URL, transport=fake_sglang.transport)
+    for _ in range(2):
+        load(engine)
+        engine.resume()
+    loads = [r for r in fake_sglang.requests if r.url.path == "/update_weights_from_disk"]
+    assert [json.loads(request.content)["load_format"] for request in loads] == ["auto"] * 2
 
 
 def test_case_96_caches_that_cannot_be_reset_are_warnings(vllm: VllmEngine, fake_vllm: FakeVllm) -> None:
@@ -339,7 +369,7 @@ def test_a_connection_that_breaks_or_hangs(answer: bytes | None) -> None:
         with pytest.raises(EngineUnavailable, match="status: GET"):
             engine.status()
         engine.close()
-        thread.join(10)
+        thread.join(60)
 
 
 def _answer_once(listener: socket.socket, answer: bytes | None) -> None:
@@ -349,6 +379,29 @@ def _answer_once(listener: socket.socket, answer: bytes | None) -> None:
             connection.sendall(answer)
         elif answer is None:
             connection.recv(1)  # until the client has given up
+
+
+def test_an_idle_connection_that_the_server_closes_makes_no_engine_dirty() -> None:
+    """As when uvicorn gives up a kept-alive connection just as the next call goes out on it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=_answer_first_requests_alone, args=(listener, 2))
+        thread.start()
+        http = EngineHttp(f"http://127.0.0.1:{listener.getsockname()[1]}", HttpOptions(attempts=1))
+        with closing(http):
+            assert http.send(Call(step="status", method="GET", path="/")).status == 200
+            assert http.send(Call(step="load", method="POST", path="/", touch="starts")).status == 200
+        thread.join(60)
+
+
+def _answer_first_requests_alone(listener: socket.socket, connections: int) -> None:
+    """Of each connection: it is offered to be kept, and closed as soon as a second request arrives on it."""
+    listener.settimeout(60)
+    for _ in range(connections):
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(65536)
+            connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: keep-alive\r\n\r\n{}")
+            connection.recv(65536)
 
 
 # Settings that contradict themselves

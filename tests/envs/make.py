@@ -1,6 +1,6 @@
-"""Build, once, the environment a real engine server runs in.
+"""Build, once, the environment a real engine server runs in, or what the benchmarks compare with.
 
-    python tests/envs/make.py vllm|sglang
+    python tests/envs/make.py vllm|sglang|peers
 
 The last line on stdout is the environment's python; progress goes to stderr. Needs nothing but Python 3.11
 and pip.
@@ -28,7 +28,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-NAMES = ("vllm", "sglang")
+SERVERS = ("vllm", "sglang")
+NAMES = (*SERVERS, "peers")
 MARKER = "ckptsync-env.json"
 PYTHON = (3, 11)
 RECIPE = "1"
@@ -173,5 +174,5 @@ def say(text: str) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        raise SystemExit("usage: python tests/envs/make.py vllm|sglang")
+        raise SystemExit(f"usage: python tests/envs/make.py {'|'.join(NAMES)}")
     print(ensure(sys.argv[1]))

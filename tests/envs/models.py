@@ -18,11 +18,12 @@ SHAPE = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 8192,
+    "max_position_embeddings": 131072,
     "bos_token_id": 256,
     "eos_token_id": 257,
     "pad_token_id": 258,
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 SPECIAL = ["<s>", "</s>", "<pad>"]
 
 
@@ -37,7 +38,7 @@ def tiny_model(
 ) -> str:
     """Write a whole Hugging Face checkpoint, several shards and an index, into `folder`; returns it.
 
-    The same seed gives the same bytes. `family` is llama, qwen2 or qwen3; `shape` overrides config fields.
+    The same seed gives the same bytes. `family` is llama, qwen2, qwen3 or qwen3_moe; `shape` overrides config fields.
     """
     import torch
 
@@ -61,10 +62,12 @@ def build(family: str, tied: bool, shape: dict[str, Any]) -> Any:
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
         "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+        "qwen3_moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
     }[family]
     # Qwen3's head size is 128 unless said; the others derive it.
-    sizes = {**SHAPE, "head_dim": 32} if family == "qwen3" else SHAPE
-    return model_class(config_class(**{**sizes, "tie_word_embeddings": tied, **shape}))
+    heads = {"head_dim": 32} if family.startswith("qwen3") else {}
+    experts = EXPERTS if family == "qwen3_moe" else {}
+    return model_class(config_class(**{**SHAPE, **heads, **experts, "tie_word_embeddings": tied, **shape}))
 
 
 def write_tokenizer(folder: str) -> None:
@@ -97,3 +100,12 @@ def write_index(folder: str) -> None:
     total = os.path.getsize(os.path.join(folder, shard))
     with open(path, "w", encoding="utf-8") as file:
         json.dump({"metadata": {"total_size": total}, "weight_map": dict.fromkeys(names, shard)}, file, indent=1)
+
+
+def canary_of(folder: str, prompt: list[int]) -> Any:
+    """What transformers says to `prompt` with the checkpoint in `folder`, in its own dtype."""
+    from transformers import AutoModelForCausalLM
+
+    from ckptsync.canary import record
+
+    return record(AutoModelForCausalLM.from_pretrained(folder, dtype="auto", local_files_only=True), prompt)

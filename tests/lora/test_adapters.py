@@ -67,7 +67,7 @@ def bring(engine: AdapterEngine, version: StagedVersion) -> None:
     engine.confirm(version)
 
 
-def test_each_version_has_a_name_of_its_own_and_is_loaded_before_an_old_one_goes() -> None:
+def test_case_98_each_version_has_a_name_of_its_own_and_is_loaded_before_an_old_one_goes() -> None:
     replica = Replica()
     engine = AdapterEngine([replica], name="policy", staleness=1)
     for number in (1, 2, 3):

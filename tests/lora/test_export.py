@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,12 @@ from torch import nn
 from ckptsync.channel import Channel
 from ckptsync.errors import InvalidInput, UnsupportedTensor
 from ckptsync.export.lora import MergedSource, export_adapter
-from ckptsync.manifest import Manifest
+from ckptsync.manifest import Manifest, TensorSpec
 from ckptsync.publish import Publisher
+from ckptsync.resuming import resume
 from ckptsync.shards.tensors import load_tensors
+from ckptsync.store import open_store
+from ckptsync.testing.hooks import HookedStore, Recorder
 from ckptsync.verify import verify_version
 from tests.lora.models import TinyLM, randomise, with_adapter
 from tests.trainer.models import same
@@ -128,6 +131,47 @@ def test_only_what_goes_together_is_accepted(root: str) -> None:
             publisher.publish({"a": torch.ones(1)}, kind="adapter")
         with pytest.raises(InvalidInput, match="kind='delta'"):
             publisher.publish(tiny(), kind="delta")
+
+
+@pytest.mark.parametrize("given", [lambda m: m, lambda m: m.state_dict(), lambda m: iter(m.state_dict().items())])
+def test_a_peft_model_that_is_published_as_if_it_were_a_full_one_is_refused_with_the_ways(
+    given: Callable[[Any], Any], root: str
+) -> None:
+    recorder = Recorder()
+    with Publisher(HookedStore(open_store(root), recorder)) as publisher:
+        recorder.seen.clear()
+        with pytest.raises(InvalidInput, match=r"'base_model\..*' is a part of .*kind='adapter'.*merge_lora=True"):
+            publisher.publish(
+                given(with_adapter(nn.Sequential(nn.Linear(2, 2)), 1, task_type=None, target_modules=["0"]))
+            )
+        assert recorder.changes() == []
+
+
+def test_names_of_peft_are_published_where_rules_or_a_source_say_that_they_are_meant(root: str) -> None:
+    """vLLM with LoRA has such names, and so has a checkpoint of Phi-4-multimodal, with its adapters inside."""
+    state = {"q_proj.base_layer.weight": torch.ones(2), "q_proj.lora_A.speech.weight": torch.ones(2)}
+
+    class Source:
+        def metadata(self) -> list[TensorSpec]:
+            return [TensorSpec(name, "F32", (2,)) for name in state]
+
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            return iter(state.items())
+
+    with Publisher(root) as publisher:
+        same(stored(root, publisher.publish(Source()).manifest), state)
+    with Publisher(root, remap={"*.base_layer.weight": "*.weight"}, remove=["*.lora_A.speech.weight"]) as publisher:
+        assert list(stored(root, publisher.publish(state).manifest)) == ["q_proj.weight"]
+    with Publisher(root, remap={"*.weight": "*.base_layer.weight"}) as publisher:
+        done = publisher.publish({"q_proj.weight": torch.ones(2)})
+    assert list(stored(root, done.manifest)) == ["q_proj.base_layer.weight"]
+
+
+def test_a_model_is_not_resumed_from_an_adapter_and_the_remedy_is_said(root: str) -> None:
+    with Publisher(root) as publisher:
+        done = publisher.publish(tiny(), kind="adapter")
+    with pytest.raises(InvalidInput, match=r"e1-v1 is an adapter version, .*merge_lora=True"):
+        resume(root, TinyLM(), version=done.version.label)
 
 
 # -- folded in -----------------------------------------------------------------------------------------------

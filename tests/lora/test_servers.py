@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,14 @@ import httpx
 import pytest
 import torch
 
-from ckptsync.errors import EngineRefused, EngineUnavailable
+from ckptsync.errors import EngineRefused, EngineUnavailable, NoTransport
 from ckptsync.publish import Publisher
-from tests.engines.conftest import Server, Start, models
+from ckptsync.sync import WeightSync
+from ckptsync.transports import SglangLora
+from tests.engines.conftest import Server, _starter, models
 from tests.lora.models import randomise, with_adapter
-from watchers.adapters import AdapterEngine, AdapterHost
+from tests.sglang_plugin.conftest import remove_queues
+from watchers.adapters import AdapterEngine
 from watchers.engines.sglang import SglangEngine
 from watchers.engines.vllm import VllmEngine
 from watchers.stage import Stage
@@ -27,7 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(1200)]
 FLAGS = {
     "vllm": ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "3", "--max-cpu-loras", "3"],
     "sglang": [
-        *("--enable-lora", "--max-lora-rank", "8", "--lora-backend", "torch_native"),
+        *("--tp", "2", "--enable-lora", "--max-lora-rank", "8", "--lora-backend", "torch_native"),
         *("--lora-target-modules", "q_proj", "v_proj", "--max-loaded-loras", "3", "--max-loras-per-batch", "3"),
     ],
 }
@@ -38,10 +41,30 @@ SAME, OTHER = 0.05, 0.5
 """Logits."""
 
 
-@pytest.fixture
-def base(tmp_path: Path) -> str:
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny Qwen3 in float32, so that engines and transformers agree on the largest logit."""
-    return models.tiny_model(str(tmp_path / "base"), 1, dtype="float32")
+    return models.tiny_model(str(tmp_path_factory.mktemp("base")), 1, dtype="float32")
+
+
+@pytest.fixture(scope="module", params=["vllm", "sglang"])
+def server(request: pytest.FixtureRequest, base: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Started for adapters, SGLang over two ranks. Tests leave it without any."""
+    with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+        patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
+        stack.callback(remove_queues)
+        start = _starter(tmp_path_factory.mktemp(request.param), stack)
+        yield start(request.param, base, *FLAGS[request.param])
+
+
+@pytest.fixture
+def host(server: Server) -> Iterator[Any]:
+    with closing(HOSTS[server.engine](server.url)) as host:
+        yield host
+        for name in host.adapters():
+            host.unload_adapter(name)
 
 
 def peft_model(base: str) -> Any:
@@ -96,19 +119,15 @@ class Down:
         pass
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_adapters_are_published_followed_served_and_unloaded(
-    kind: str, base: str, tmp_path: Path, fresh_server: Start, monkeypatch: pytest.MonkeyPatch
+    server: Server, host: Any, base: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
     root, model = str(tmp_path / "root"), peft_model(base)
-    server = fresh_server(kind, base, *FLAGS[kind])
     of_base = served(server)
-    host: AdapterHost = HOSTS[kind](server.url)
     engine = AdapterEngine([host], name="policy", staleness=1)
     watcher = Watcher(root, engine, stage=Stage(str(tmp_path / "stage"), keep=3), reader="r")
     answers = []
-    with Publisher(root) as publisher, closing(watcher), closing(engine):
+    with Publisher(root) as publisher, closing(watcher):
         for seed in (1, 2, 3):
             randomise(model, seed)
             publisher.publish(model, kind="adapter", step=seed)
@@ -142,6 +161,28 @@ def test_adapters_are_published_followed_served_and_unloaded(
         assert served(server, "policy@e1-v5") != answers[2]
         assert regret(model, served(server, "policy@e1-v5")) < SAME
         assert set(os.listdir(version.folder)) >= {"adapter_model.safetensors", "adapter_config.json"}
+
+
+@pytest.mark.parametrize("server", ["sglang"], indirect=True)
+def test_remote_lora_by_value_serves_what_was_trained_and_the_one_before_it(
+    server: Server, host: Any, base: str, tmp_path: Path
+) -> None:
+    model, engine = peft_model(base), AdapterEngine([host], name="fast", staleness=1)
+    answers = []
+    with WeightSync([SglangLora(verify=True)], channel=str(tmp_path / "root"), engines=[engine]) as sync:
+        for seed in (11, 12, 13):
+            randomise(model, seed)
+            done = sync.sync(model, kind="adapter", step=seed)
+            assert (done.transport, engine.version()) == ("sglang_lora", done.version)
+            answers.append(served(server, f"fast@{done.version}"))
+            regrets = [regret(model, each) for each in answers]
+            assert regrets.pop() < SAME, "served is what was trained"
+            assert all(other > OTHER for other in regrets), "no other version would have passed"
+        assert sorted(host.adapters()) == ["fast@e1-v2", "fast@e1-v3"]
+        with pytest.raises(NoTransport, match="rank 16 is incompatible"):
+            sync.sync(with_rank_16(base), kind="adapter")
+        assert str(engine.version()) == "e1-v3"
+        assert served(server, "fast@e1-v3") == answers[2]
 
 
 def with_rank_16(base: str) -> Any:

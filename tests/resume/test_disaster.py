@@ -85,7 +85,7 @@ def start(context: Any, count: int, *args: Any) -> tuple[list[Any], Any]:
     processes = []
     for rank in range(count):
         _, sender = context.Pipe(duplex=False)
-        task = (rank, count, 60.0, ports, finished, sender, train, args)
+        task = (rank, count, 60.0, False, ports, finished, sender, train, args)
         processes.append(context.Process(target=_main, args=task, daemon=True))
         processes[-1].start()
     return processes, (ports, finished)
@@ -104,7 +104,7 @@ def live_until_killed(count: int, root: str, log: str, dice: random.Random) -> N
             time.sleep(dice.uniform(0.0, 3.0))
             return
         steps = dice.randrange(1, 4)
-        while lines(log) < before + steps and time.monotonic() - started < 30:
+        while lines(log) < before + steps and time.monotonic() - started < 120:
             time.sleep(0.01)
         assert lines(log) >= before + steps, "the attempt did not train"
         time.sleep(dice.uniform(0.0, 0.3))

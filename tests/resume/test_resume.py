@@ -14,11 +14,13 @@ from torch import nn
 
 from ckptsync import resume
 from ckptsync.channel import Channel
+from ckptsync.copies import export_version, import_version
 from ckptsync.errors import (
     BadManifest,
     BadShard,
     ChannelEmpty,
     InvalidInput,
+    InvalidName,
     StoreError,
     StoreUnavailable,
     VersionNotFound,
@@ -27,9 +29,9 @@ from ckptsync.layout import manifest_path
 from ckptsync.manifest import Manifest
 from ckptsync.publish import Publisher
 from ckptsync.store import open_store
+from ckptsync.testing.hooks import Failing, HookedStore
 from ckptsync.verify import verify_version
 from ckptsync.version import VersionId
-from tests.faults.store import Failing, HookedStore
 from tests.trainer.models import TinyModel, reference, same
 
 
@@ -260,8 +262,34 @@ def test_wrappers_do_not_matter_and_a_meta_model_is_refused_by_name(root: str) -
     assert weight(compiled) == 5.0
     with torch.device("meta"):
         empty = TinyModel(blocks=2)
-    with pytest.raises(InvalidInput, match=r"on the meta device, such as 'embed.weight'"):
+    with pytest.raises(InvalidInput, match=r"on the meta device: 17 tensors, such as 'embed.weight'"):
         resume(root, empty)
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        (None, "a module or a dict of its tensors, not NoneType"),
+        ({"x": torch.zeros(4).expand(3, 4)}, r"'x' is expanded: .*, call contiguous\(\) first"),
+    ],
+    ids=["nothing", "expanded"],
+)
+def test_what_cannot_be_resumed_into_is_refused_by_name(target: Any, words: str, root: str) -> None:
+    with Publisher(root) as publisher:
+        publisher.publish({"x": torch.ones(3, 4)})
+    with pytest.raises(InvalidInput, match=words):
+        resume(root, target)
+
+
+def test_a_version_can_be_asked_for_by_its_number_as_an_int(root: str) -> None:
+    for value in (1.0, 2.0):
+        filled(value, root)
+    target = model(0.0)
+    point = resume(root, target, 1)
+    assert point is not None
+    assert (point.version, weight(target)) == (VersionId(1, 1), 1.0)
+    with pytest.raises(InvalidName, match="None is not a version"):
+        resume(root, target, None)  # type: ignore[arg-type]
 
 
 # -- trainer state -------------------------------------------------------------------------------------------
@@ -338,6 +366,20 @@ def test_weights_and_trainer_state_come_from_one_version(root: str) -> None:
     point = resume(root, fresh, "e1-v1", trainer_state=state)
     assert point is not None
     assert (point.version, point.has_trainer_state) == (VersionId(1, 1), False)
+
+
+def test_an_imported_copy_does_not_claim_the_trainer_state_that_it_has_not(root: str, tmp_path: Path) -> None:
+    optimizer = torch.optim.Adam(model(0.0).parameters())
+    with Publisher(root) as publisher:
+        done = publisher.publish(model(2.0), trainer_state=state_of(optimizer))
+    export_version(Channel.open(root), done.manifest, str(tmp_path / "copy"))
+    elsewhere = Channel.create(str(tmp_path / "elsewhere"))
+    copied = import_version(elsewhere, str(tmp_path / "copy"), "import")
+    assert verify_version(elsewhere, copied.id).ok
+    fresh = model(0.0)
+    point = resume(str(tmp_path / "elsewhere"), fresh, trainer_state=state_of(optimizer))
+    assert point is not None
+    assert (point.version, point.has_trainer_state, weight(fresh)) == (copied.id, False, 2.0)
 
 
 def test_a_broken_trainer_state_breaks_the_version_only_for_who_wants_it(root: str) -> None:

@@ -18,7 +18,7 @@ from ckptsync.errors import NotFound
 from ckptsync.publish import Publisher
 from ckptsync.store import open_store
 from ckptsync.store.base import Reader
-from tests.faults.store import HookedStore
+from ckptsync.testing.hooks import HookedStore
 from tests.trainer.models import TinyModel, reference, same, shard
 from tests.trainer.ranks_harness import catching, returned, run_ranks
 

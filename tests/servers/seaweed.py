@@ -39,11 +39,15 @@ class S3Server:
     key: str = "test"
     secret: str = "testtest"
     bucket: str = "ckptsync"
+    address: str = "127.0.0.1"
+    prefix: tuple[str, ...] = ()
+    """What its command line begins with, where it runs on a host of its own."""
+
     _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.ports['s3.port']}"
+        return f"http://{self.address}:{self.ports['s3.port']}"
 
     @property
     def options(self) -> dict[str, object]:
@@ -93,7 +97,8 @@ class S3Server:
     def _command(self) -> list[str]:
         flags = [f"-{name}={port}" for name, port in self.ports.items()]
         return [
-            _binary(), "mini", f"-dir={self.folder}/data", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
+            *self.prefix, binary(), "mini", f"-dir={self.folder}/data",
+            f"-ip={self.address}", f"-ip.bind={self.address}",
             "-master.telemetry=false", "-webdav=false", "-admin.ui=false", "-s3.port.iceberg=0",
             "-s3.port.lance=0", "-s3.autoCreateBucket=false", f"-s3.config={self.folder}/s3.json",
             "-master.volumeSizeLimitMB=1024", *flags,
@@ -115,10 +120,11 @@ class S3Server:
                 os.unlink(path)
 
 
-def start(folder: str) -> S3Server:
+def start(folder: str, address: str = "127.0.0.1", prefix: tuple[str, ...] = ()) -> S3Server:
     """Start a server that keeps its data in `folder`, with one empty bucket."""
     os.makedirs(os.path.join(folder, "data"), exist_ok=True)
-    server = S3Server(folder, dict(zip(_PORTS, _free_ports(len(_PORTS)), strict=True)))
+    ports = dict(zip(_PORTS, _free_ports(len(_PORTS)), strict=True))
+    server = S3Server(folder, ports, address=address, prefix=prefix)
     with open(os.path.join(folder, "s3.json"), "w") as file:
         json.dump(_identities(server), file)
     server.launch()
@@ -143,7 +149,8 @@ def _make_bucket(server: S3Server) -> None:
     fs.call_s3("create_bucket", Bucket=server.bucket)
 
 
-def _binary() -> str:
+def binary() -> str:
+    """The `weed` program."""
     beside_python = os.path.join(os.path.dirname(sys.executable), "weed")
     found = beside_python if os.path.exists(beside_python) else shutil.which("weed")
     if found is None:
@@ -176,7 +183,7 @@ def _wait_until_healthy(endpoint: str, process: subprocess.Popen[bytes], deadlin
 
 def _healthy(endpoint: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{endpoint}/healthz", timeout=2) as answer:
+        with urllib.request.urlopen(f"{endpoint}/healthz", timeout=30) as answer:
             return answer.status == 200
     except (urllib.error.URLError, OSError):
         return False

@@ -16,6 +16,7 @@ from ckptsync.shards.index import INDEX_NAME, index_bytes
 from ckptsync.shards.plan import plan_shards
 from ckptsync.shards.read import read_header
 from ckptsync.shards.tensors import TORCH_DTYPES, checkpoint_tensors, load_tensors, spec_of, tensor_bytes
+from ckptsync.testing.strategies import state_dicts
 
 from .files import write_plan, write_track
 from .test_tensors import same, values
@@ -63,20 +64,7 @@ def test_dtypes_are_those_of_safetensors():
     assert TORCH_DTYPES.keys() | {"F6_E2M3", "F6_E3M2"} == DTYPE_BITS.keys()
 
 
-_tensors = st.dictionaries(
-    st.text(max_size=6).filter(lambda name: name != "__metadata__" and name.isprintable()),
-    st.builds(
-        values,
-        st.sampled_from([dtype for name, dtype in TORCH_DTYPES.items() if name != "F4"]),
-        st.integers(0, 5),
-        st.integers(1, 5),
-    ),
-    min_size=1,
-    max_size=8,
-)
-
-
-@given(_tensors, st.integers(1, 300))
+@given(state_dicts(most=8), st.integers(1, 300))
 def test_any_tensors_in_any_order_survive_both_readers(tmp_path_factory, tensors, max_bytes):
     folder = tmp_path_factory.mktemp("any")
     track = write_track(str(folder), tensors, max_bytes=max_bytes)

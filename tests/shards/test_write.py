@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from ckptsync.digest import digest
@@ -57,6 +59,18 @@ def test_a_tensor_larger_than_a_chunk_is_digested_whole():
     assert entry.digest == digest(data)
     assert file.digest == digest(store.visible)
     assert store.visible.endswith(data)
+
+
+def test_small_tensors_wake_no_thread_and_large_ones_are_digested_beside_the_write():
+    plan = plan_shards([spec("norm", 1 << 10, dtype="U8"), spec("matrix", 1 << 20, dtype="U8")])[0]
+    writer = ShardWriter(MemoryWriter(), plan)
+    digesting = lambda: [each for each in threading.enumerate() if each.name.startswith("ckptsync-digest")]  # noqa: E731
+    before = len(digesting())
+    for each in plan.tensors:
+        large = each.nbytes > 1 << 18
+        writer.add(each.name, bytes(each.nbytes))
+        assert (len(digesting()) > before) == large
+    writer.finish()
 
 
 def test_nothing_is_visible_before_finish():

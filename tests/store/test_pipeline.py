@@ -36,7 +36,7 @@ def test_writing_goes_on_while_a_part_is_on_the_way_and_waits_when_all_are() -> 
     go_on = threading.Event()
     buffers = []
     pipeline = Pipeline(
-        lambda index, part: go_on.wait(20) and None,
+        lambda index, part: go_on.wait(60) and None,
         part_size=4,
         workers=2,
         allocate=lambda size: buffers.append(size) or aligned(size),
@@ -48,7 +48,7 @@ def test_writing_goes_on_while_a_part_is_on_the_way_and_waits_when_all_are() -> 
     assert blocked.is_alive()
     assert buffers == [4, 4, 4]
     go_on.set()
-    blocked.join(20)
+    blocked.join(60)
     pipeline.write(bytes(100))
     pipeline.finish()
     assert buffers == [4, 4, 4]
@@ -109,3 +109,20 @@ def test_many_files_cost_no_more_memory_than_one_without_the_cyclic_collection(t
 def resident() -> int:
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmRSS"))
+
+
+def test_a_small_file_takes_a_small_buffer_which_grows_to_a_part_with_what_it_holds() -> None:
+    sizes: list[int] = []
+    parts: dict[int, bytes] = {}
+    pipeline = Pipeline(
+        lambda index, part: parts.__setitem__(index, bytes(part)),
+        part_size=1 << 20,
+        workers=1,
+        allocate=lambda size: sizes.append(size) or aligned(size),
+    )
+    pipeline.write(b"head")
+    assert sizes == [64 << 10]
+    pipeline.write(bytes(range(256)) * (5 << 10))
+    assert sizes == [64 << 10, 1 << 20, 1 << 20]
+    index, tail = pipeline.finish()
+    assert (index, parts[0] + tail) == (1, b"head" + bytes(range(256)) * (5 << 10))

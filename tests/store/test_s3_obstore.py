@@ -18,6 +18,7 @@ from ckptsync.store.s3 import S3Store, S3Writer
 from ckptsync.store.s3_obstore import ObstoreWriter
 from tests.servers import seaweed
 from tests.servers.fixtures import S3Root
+from tests.waiting import until
 
 pytestmark = pytest.mark.s3
 MIB = 1 << 20
@@ -130,7 +131,7 @@ def test_an_abort_touches_no_upload_of_another_file(store: S3Store) -> None:
 def test_an_upload_that_somebody_swept_fails_and_leaves_nothing(store: S3Store) -> None:
     writer = store.write("data/shard.bin")
     writer.write(bytes(40 * MIB))
-    time.sleep(0.01)
+    until(lambda: uploads(store), what="its upload has begun")
     assert store.sweep("data", grace=-60) == 1
     with pytest.raises((NotFound, StoreUnavailable)):
         writer.commit()
@@ -206,7 +207,7 @@ def test_a_wrong_secret_is_denied_quickly_and_shown_nowhere(s3_root: S3Root) -> 
         assert "private" not in "".join(traceback.format_exception(caught.value))
     client = store.bulk()._client
     assert "private" not in repr(client) + repr(client.config)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 25
 
 
 @pytest.mark.slow
@@ -214,7 +215,7 @@ def test_what_was_begun_before_the_server_went_away_ends_after_the_deadline(tmp_
     server = seaweed.start(str(tmp_path))
     try:
         url = f"s3://{server.bucket}/root"
-        store = open_store(url, options={**server.options, "deadline": 2.0, "obstore": True})
+        store = open_store(url, options={**server.options, "deadline": 1.0, "obstore": True})
         put_bytes(store, "file", bytes(4 * MIB))
         reader = store.open("file")
         writer = store.write("other")
@@ -224,7 +225,7 @@ def test_what_was_begun_before_the_server_went_away_ends_after_the_deadline(tmp_
             began = time.monotonic()
             with pytest.raises(StoreUnavailable):
                 call()
-            assert time.monotonic() - began < 10
+            assert time.monotonic() - began < 25
         writer.abort()
     finally:
         server.kill()
@@ -250,8 +251,8 @@ context = multiprocessing.get_context("fork")
 results = context.Queue()
 process = context.Process(target=child, args=(results,))
 process.start()
-assert results.get(timeout=20) == (True, True)
-process.join(20)
+assert results.get(timeout=60) == (True, True)
+process.join(60)
 assert process.exitcode == 0
 assert store.bulk() is not None
 assert read_bytes(store, "child", 20 << 20) == bytes(20 << 20)

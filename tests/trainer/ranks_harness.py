@@ -62,10 +62,12 @@ def catching(into: dict[str, Caught], name: str) -> Iterator[None]:
 def clean_processes() -> Any:
     """Processes as clean as spawned ones: forked from a server that has imported torch and done nothing else.
 
-    Importing torch takes four ranks on two cores ten seconds, each time.
+    Importing torch takes four ranks on two cores ten seconds, each time; and what the first DTensor imports, two more.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "ckptsync.publish"])
+    context.set_forkserver_preload(
+        ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch._dynamo", "ckptsync.publish"]
+    )
     return context
 
 
@@ -75,10 +77,12 @@ def run_ranks(
     *args: Any,
     deadline: float = 180.0,
     collective_timeout: float = 600.0,
+    cuda: bool = False,
 ) -> list[Outcome]:
     """Run `job(rank, *args)` on `count` ranks; a job that raises is an Outcome with its error.
 
-    `collective_timeout` is that of the job's default process group, in seconds.
+    `collective_timeout` is that of the job's default process group, in seconds. With `cuda` each rank has its own
+    GPU, and the default group is NCCL's.
     """
     context = clean_processes()
     ports, finished = context.SimpleQueue(), context.Event()
@@ -86,7 +90,7 @@ def run_ranks(
     processes = [
         context.Process(
             target=_main,
-            args=(rank, count, collective_timeout, ports, finished, pipe[1], job, args),
+            args=(rank, count, collective_timeout, cuda, ports, finished, pipe[1], job, args),
             daemon=True,
         )
         for rank, pipe in enumerate(pipes)
@@ -135,12 +139,24 @@ def _main(
     rank: int,
     count: int,
     collective_timeout: float,
+    cuda: bool,
     ports: Any,
     finished: Any,
     sender: Connection,
     job: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    join_job(rank, count, ports, collective_timeout, cuda)
+    try:
+        outcome = Outcome(rank, value=job(rank, *args))
+    except BaseException as error:
+        outcome = Outcome(rank, error=caught(error))
+    sender.send(outcome)
+    finished.wait(60)  # rank 0 hosts the store: it must not leave first
+
+
+def join_job(rank: int, count: int, ports: Any, collective_timeout: float = 600.0, cuda: bool = False) -> None:
+    """Make this process a rank of a job. `ports`: a queue that is the job's own, for where rank 0 is."""
     import torch
     import torch.distributed as dist
 
@@ -157,10 +173,7 @@ def _main(
         for _ in range(count - 1):
             ports.put(store.port)
     limit = timedelta(seconds=collective_timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=limit)
-    try:
-        outcome = Outcome(rank, value=job(rank, *args))
-    except BaseException as error:
-        outcome = Outcome(rank, error=caught(error))
-    sender.send(outcome)
-    finished.wait(60)  # rank 0 hosts the store: it must not leave first
+    if cuda:
+        torch.cuda.set_device(rank)
+    backend = "cuda:nccl,cpu:gloo" if cuda else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=limit)

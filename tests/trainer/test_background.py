@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from ckptsync.channel import Channel
+from ckptsync.delta.policy import DeltaPolicy
 from ckptsync.errors import Busy, InvalidInput, StoreFull
 from ckptsync.publish import Publisher
 from ckptsync.store import open_store
+from ckptsync.testing.hooks import Failing, HookedStore, matching
 from ckptsync.verify import verify_version
-from tests.faults.store import Failing, HookedStore, matching
 from tests.trainer.models import TinyModel, reference, same, shard
 from tests.trainer.ranks_harness import Caught, catching, clean_processes, returned, run_ranks
 from tests.trainer.test_sources import loaded
@@ -314,3 +315,24 @@ def test_case_8_a_failure_on_rank_0_is_raised_by_the_next_publish_of_every_rank(
     zero, one = returned(run_ranks(2, fail_in_the_background, str(tmp_path)))
     assert zero["result"].message == zero["next"].message == one["next"].message == "rank 0: no space left"
     assert [str(version) for version in Channel.open(str(tmp_path)).committed()] == ["e1-v1"]
+
+
+def test_a_second_thread_is_refused_while_a_publish_is_under_way(root: str) -> None:
+    refused: list[BaseException] = []
+
+    def meanwhile(_: int) -> None:
+        def publish() -> None:
+            try:
+                publisher.publish({"w": torch.full((4,), 7.0)})
+            except Busy as error:
+                refused.append(error)
+
+        thread = threading.Thread(target=publish)
+        thread.start()
+        thread.join()
+
+    with Publisher(root, delta=DeltaPolicy()) as publisher:
+        assert str(publisher.publish({"w": torch.zeros(4)}, progress=meanwhile).version) == "e1-v1"
+        assert refused
+        assert "one call at a time" in str(refused[0])
+        assert str(publisher.publish({"w": torch.ones(4)}).version) == "e1-v2"

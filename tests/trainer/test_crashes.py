@@ -16,8 +16,9 @@ from ckptsync.channel import Channel
 from ckptsync.errors import StoreDenied, StoreError, StoreFull, StoreUnavailable
 from ckptsync.publish import Publisher
 from ckptsync.store import open_store
+from ckptsync.testing.crashes import changes_of, crash_points
+from ckptsync.testing.hooks import CHANGES, Crashing, Failing, HookedStore, matching
 from ckptsync.verify import verify_version
-from tests.faults.store import CHANGES, Crashing, Failing, HookedStore, Recorder, matching
 from tests.trainer.ranks_harness import clean_processes, run_ranks
 
 OLD, NEW, NEXT = ({f"layers.{n}.weight": torch.full((8, 8), value) for n in range(4)} for value in (1.0, 2.0, 3.0))
@@ -38,9 +39,7 @@ def steps(channel_with_one_version: Path, tmp_path_factory: pytest.TempPathFacto
     """The changing operations of a publisher's whole life: claim, publish, commit, head."""
     root = str(tmp_path_factory.mktemp("recorded") / "root")
     shutil.copytree(channel_with_one_version, root)
-    recorder = Recorder()
-    publish(HookedStore(open_store(root), recorder))
-    return recorder.changes()
+    return changes_of(publish, open_store(root))
 
 
 @pytest.fixture
@@ -79,23 +78,13 @@ def check_the_next_publish_works(root: str) -> None:
     assert verify_version(channel, done.version).ok
 
 
-def crash(root: str, at: int) -> None:
-    publish(HookedStore(open_store(root), Crashing(at)))
-
-
 def test_killed_before_every_store_operation_a_reader_sees_the_old_version_or_the_whole_new_one(
     steps: list[tuple[str, str]], fresh_root: Callable[[], str]
 ) -> None:
-    context = clean_processes()
     seen = []
-    for at in range(len(steps)):
-        root = fresh_root()
-        process = context.Process(target=crash, args=(root, at))
-        process.start()
-        process.join(60)
-        assert process.exitcode == -9, f"not killed at {at}: {steps[at]}"
-        seen.append(check_readers_see_old_or_new(root))
-        check_the_next_publish_works(root)
+    for crash in crash_points(publish, fresh_root, context=clean_processes()):
+        seen.append(check_readers_see_old_or_new(crash.root))
+        check_the_next_publish_works(crash.root)
     manifest = steps.index(("create", "manifests/e0002-v00000002.json"))
     assert seen == ["e1-v1"] * (manifest + 1) + ["e2-v2"] * (len(steps) - manifest - 1)
 

@@ -16,10 +16,14 @@ from ckptsync.preflight import available_memory, free_bytes
 from ckptsync.publish import Publisher
 from ckptsync.ranks import Ranks
 from ckptsync.store import open_store
-from tests.faults.store import HookedStore, Recorder
+from ckptsync.testing.hooks import HookedStore, Recorder
 from tests.trainer.ranks_harness import Caught, catching, returned, run_ranks
 
 STATE = {"w": torch.ones(1 << 20)}
+
+
+def files_below(root: str) -> list[str]:
+    return sorted(os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names)
 
 
 def test_a_version_larger_than_the_free_space_is_refused_with_both_numbers_before_the_first_byte(
@@ -30,9 +34,8 @@ def test_a_version_larger_than_the_free_space_is_refused_with_both_numbers_befor
         recorder.seen.clear()
         real = os.statvfs(root)
         monkeypatch.setattr(preflight.os, "statvfs", lambda _: SimpleNamespace(f_bavail=17, f_frsize=1024))
-        with pytest.raises(
-            StoreFull, match=r"needs 0\.07 GB \(71303168 bytes\), and 0\.00 GB \(17408 bytes\) are free"
-        ):
+        said = r"has 4\.2 MB \(4194304 bytes\), 67\.1 MB are kept .*, and 17\.4 KB \(17408 bytes\) are free"
+        with pytest.raises(StoreFull, match=said):
             publisher.publish(STATE)
         assert recorder.changes() == []
         monkeypatch.setattr(preflight.os, "statvfs", lambda _: real)
@@ -71,8 +74,14 @@ def test_the_memory_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.Mo
     assert available_memory() > 1 << 20, "the host's"
 
 
-def add_up(rank: int) -> dict[str, Caught]:
+def run_short(rank: int, root: str) -> dict[str, Caught]:
     errors: dict[str, Caught] = {}
+    preflight.free_bytes = lambda _: 17 if rank == 0 else None
+    with Publisher(root, timeout=30) as publisher:
+        before = files_below(root)
+        with catching(errors, "space"):
+            publisher.publish(STATE)
+        assert files_below(root) == before, "neither rank has begun a version"
     ranks = Ranks(timeout=30)
     preflight.available_memory = lambda: 1000
     preflight.check_memory(ranks, 500)
@@ -83,10 +92,13 @@ def add_up(rank: int) -> dict[str, Caught]:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_the_ranks_of_one_host_share_its_memory() -> None:
-    for errors in returned(run_ranks(2, add_up)):
+def test_the_ranks_of_one_host_share_its_memory_and_are_refused_together(root: str) -> None:
+    found = returned(run_ranks(2, run_short, root))
+    for errors in found:
+        assert errors["space"].kind == "RankFailed"
+        assert "17 B are free" in errors["space"].message
         assert errors["sum"].kind == "InvalidInput"
-        assert "(1001 bytes) of host memory on 2 rank(s)" in errors["sum"].message
+        assert "(1001 bytes) of host memory on 2 ranks" in errors["sum"].message
 
 
 def test_case_9_with_require_change_the_same_weights_under_a_new_step_are_refused(root: str) -> None:

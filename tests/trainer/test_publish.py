@@ -24,11 +24,12 @@ from ckptsync.errors import (
 )
 from ckptsync.export.source import CheckpointSource
 from ckptsync.manifest import Manifest, TensorSpec
-from ckptsync.publish import Published, Publisher
+from ckptsync.publish import Publisher
+from ckptsync.published import Published
 from ckptsync.shards.tensors import load_tensors
 from ckptsync.store import open_store
+from ckptsync.testing.hooks import Failing, HookedStore, Recorder, matching
 from ckptsync.version import VersionId
-from tests.faults.store import Failing, HookedStore, Recorder, matching
 from tests.trainer.models import TinyModel, reference, same
 
 
@@ -209,7 +210,7 @@ def test_the_folder_is_a_hugging_face_checkpoint(root: str, tmp_path: Path) -> N
     (base / "model.safetensors").write_text("not ours to copy")
     (base / "tokenizer").mkdir()
     with Publisher(root, dtype=torch.bfloat16, shard_bytes=5000) as publisher:
-        done = publisher.publish(model, assets=str(base))
+        done = publisher.publish(model, assets=base)
 
     here = folder(root, done.manifest)
     shards = sorted({tensor.file for tensor in done.manifest.tracks["model"].tensors if tensor.file})
@@ -352,3 +353,22 @@ def test_a_sweep_that_the_store_refuses_is_a_warning_and_publishing_goes_on(
     with Publisher(HookedStore(open_store(root), refused)) as publisher:
         assert publisher.publish({"w": torch.zeros(4)}).version.label == "e2-v2"
     assert "was not swept: no deletes here" in caplog.text
+
+
+def test_another_model_than_before_is_published_with_a_warning_that_says_what_differs(root, caplog):
+    with Publisher(root) as publisher:
+        publisher.publish({"a.weight": torch.zeros(2, 2), "b.weight": torch.zeros(2)})
+        publisher.publish({"a.weight": torch.ones(2, 2), "b.weight": torch.ones(2)})
+        assert "another model" not in caplog.text
+        publisher.publish({"a.weight": torch.ones(3, 2), "c.weight": torch.ones(2)})
+    assert "e1-v3 is another model than e1-v2, engines will refuse it: 1 only in the older: b.weight" in caplog.text
+    assert "a.weight F32 [2, 2], now F32 [3, 2]" in caplog.text
+
+
+def test_a_name_of_any_length_is_shortened_in_the_warning_of_another_model(root, caplog):
+    with Publisher(root) as publisher:
+        publisher.publish({"w": torch.zeros(2)})
+        publisher.publish({"long" * 25_000: torch.zeros(2)})
+    (warned,) = [record.getMessage() for record in caplog.records if "another model" in record.getMessage()]
+    assert "1 only in the newer: longlong" in warned
+    assert len(warned) < 300

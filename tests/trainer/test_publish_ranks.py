@@ -16,9 +16,10 @@ from ckptsync.epochs import claimed
 from ckptsync.errors import StoreFull
 from ckptsync.shards.tensors import load_tensors
 from ckptsync.store import open_store
-from tests.faults.store import Failing, HookedStore, matching
+from ckptsync.testing.hooks import Failing, HookedStore, matching
 from tests.trainer.models import TinyModel, reference, same, shard
 from tests.trainer.ranks_harness import Caught, catching, returned, run_ranks
+from tests.waiting import until
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -55,7 +56,7 @@ def publish_in_every_way(rank: int, root: str) -> list[object]:
     return [(d.version, d.nbytes, d.seconds, d.changed, d.content_digest, d.manifest.manifest_digest) for d in done]
 
 
-def test_case_26_four_fsdp2_ranks_publish_one_version_each_time_and_only_rank_0_looks_at_the_store(
+def test_case_26_case_25_four_fsdp2_ranks_publish_one_version_each_time_and_only_rank_0_looks_at_the_store(
     tmp_path: object,
 ) -> None:
     """Also case 24: no rank but 0 touches any path, so none can be renamed twice."""
@@ -296,17 +297,10 @@ def publish_alone(rank: int, root: str) -> dict[str, object]:
     dist.destroy_process_group()
     errors: dict[str, Caught] = {}
     with Publisher(root, run_id=f"job {rank}") as publisher, catching(errors, "publish"):
-        until_both_claimed(root)
+        until(lambda: len(claimed(open_store(root))) == 2, what="both have claimed an epoch")
         for _ in range(5):
             publisher.publish({"w": torch.full((4,), float(rank))})
     return {"epoch": publisher.epoch, "errors": errors}
-
-
-def until_both_claimed(root: str) -> None:
-    deadline = time.monotonic() + 30
-    while len(claimed(open_store(root))) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_case_46_of_two_jobs_started_at_once_the_older_epoch_is_fenced(tmp_path: object) -> None:

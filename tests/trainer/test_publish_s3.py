@@ -64,7 +64,7 @@ def test_a_server_that_is_away_for_ten_seconds_in_mid_publish_is_survived(tmp_pa
 def test_a_server_that_stays_away_leaves_no_version_and_the_next_publish_works(tmp_path: Path) -> None:
     server = seaweed.start(str(tmp_path))
     try:
-        store = open_store(f"s3://{server.bucket}/run", options={**server.options, "deadline": 10.0})
+        store = open_store(f"s3://{server.bucket}/run", options={**server.options, "deadline": 5.0})
         with Publisher(store) as publisher:
             publisher.publish(weights(1.0))
             server.kill()

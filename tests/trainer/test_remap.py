@@ -11,7 +11,8 @@ import torch
 from ckptsync.channel import Channel
 from ckptsync.config import PublisherConfig
 from ckptsync.errors import DuplicateName, InvalidInput
-from ckptsync.publish import Published, Publisher
+from ckptsync.publish import Publisher
+from ckptsync.published import Published
 from ckptsync.shards.tensors import load_tensors
 from ckptsync.verify import verify_version
 from tests.trainer.models import TinyModel, reference, same
@@ -58,6 +59,7 @@ def test_removed_names_are_in_the_manifest_also_from_a_stream(root: str) -> None
         ({"remap": {"a": "b"}, "remove": ["a"]}, "more than once"),
         ({"remove": "visual.*"}, "must be a list"),
         ({"param_prefix": 3}, "param_prefix"),
+        ({"run_id": 3}, "run_id"),
         ({"track_prefix": {"a": "x.", "b": "x."}}, "same prefix"),
         ({"track_prefix": {"a/b": "x."}}, "track"),
     ],

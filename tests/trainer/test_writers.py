@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ckptsync.channel import Channel
 from ckptsync.errors import StoreDenied, StoreFull
@@ -15,8 +16,8 @@ from ckptsync.publish import Publisher
 from ckptsync.ranks import Ranks
 from ckptsync.shares import writing_ranks
 from ckptsync.store import open_store
+from ckptsync.testing.hooks import CHANGES, Failing, HookedStore, Recorder, matching
 from ckptsync.verify import verify_version
-from tests.faults.store import CHANGES, Failing, HookedStore, Recorder, matching
 from tests.trainer.models import TinyModel, reference, same, shard
 from tests.trainer.ranks_harness import Caught, catching, returned, run_ranks
 from tests.trainer.test_sources import loaded
@@ -86,8 +87,9 @@ def fail_on_another_rank(rank: int, root: str) -> dict[str, Caught]:
         model = shard(TinyModel())
         with catching(errors, "full"):
             publisher.publish(model)
-        time.sleep(0.5)  # both have taken their files away
+        dist.barrier()  # both have taken their files away
         errors["left"] = sorted(os.listdir(os.path.join(root, "data"))) if rank == 0 else []
+        dist.barrier()
         publisher.publish(model)
     return errors
 

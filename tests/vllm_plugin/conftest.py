@@ -1,25 +1,27 @@
-"""A real vLLM 0.32 (CPU) with the plugin, in one process per fixture, and three versions of a tiny Qwen3."""
+"""A real vLLM 0.32 (CPU) with the plugin, in one process for all tests of this folder that need no other, and three
+versions of a tiny Qwen3."""
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 
-from ckptsync.channel import Channel
 from ckptsync.engine import StagedVersion
+from tests.live.versions import broken, folders, staged, versions
 from tests.vllm_plugin import overlay
-from tests.watcher.publish_folder import publish_folder
-from watchers.stage import Stage
 
 import make  # isort: skip - found through overlay
-import models  # isort: skip
+import measured  # isort: skip
 import serve  # isort: skip
+
+__all__ = ["broken", "folders", "staged", "versions"]
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 
@@ -28,28 +30,43 @@ class Failed(Exception):
     """The driver's answer was an error."""
 
 
+class Imported:
+    """A process that has imported vLLM, and of which every vLLM of one process is a fork: 9 s less for each."""
+
+    def __init__(self, path: str, log: str) -> None:
+        env = serve.environment("vllm", {**os.environ, "PYTHONPATH": path}) | measured.environment()
+        self.door, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, open(log, "ab") as file:
+            argv = [make.ensure("vllm"), os.path.join(HERE, "inproc.py")]
+            env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+            self.process = subprocess.Popen(argv, stdin=theirs, stdout=file, stderr=file, env=env)
+
+    def fork(self, log: str, options: dict[str, Any]) -> tuple[TextIO, TextIO]:
+        """Where its calls are written, and where its answers are read."""
+        (reading, calls), (answers, writing) = os.pipe(), os.pipe()
+        with open(log, "ab") as file:
+            socket.send_fds(self.door, [json.dumps(options).encode()], [reading, writing, file.fileno()])
+        for theirs in (reading, writing):
+            os.close(theirs)
+        return os.fdopen(calls, "w"), os.fdopen(answers)
+
+    def stop(self) -> None:
+        self.door.close()
+        self.process.wait(60)
+
+
 class InProcess:
     """`engine.tokens()`, `engine.update(...)`: the methods of `inproc.Driver`, in a process of its own."""
 
-    def __init__(self, path: str, log: str, options: dict[str, Any], extra: dict[str, str] | None = None) -> None:
-        env = serve.environment("vllm") | {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "PYTHONPATH": path,
-            **(extra or {}),
-        }
-        argv = [make.ensure("vllm"), os.path.join(HERE, "inproc.py"), json.dumps(options)]
+    def __init__(self, imported: Imported, log: str, options: dict[str, Any]) -> None:
         self.log = log
-        with make.locked(os.path.join(make.cache_dir(), "engine-start.lock")), open(log, "ab") as file:
-            self.process = subprocess.Popen(
-                argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, env=env, text=True
-            )
+        with make.locked(os.path.join(make.cache_dir(), "engine-start.lock")):
+            self.calls, self.answers = imported.fork(log, options)
             self._answer()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(**arguments: Any) -> Any:
-            assert self.process.stdin is not None
-            self.process.stdin.write(json.dumps({"do": name, **arguments}) + "\n")
-            self.process.stdin.flush()
+            print(json.dumps({"do": name, **arguments}), file=self.calls, flush=True)
             return self._answer()
 
         return call
@@ -61,8 +78,7 @@ class InProcess:
         return self.outcome()
 
     def _answer(self) -> Any:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        line = self.answers.readline()
         if not line:
             with open(self.log, encoding="utf-8", errors="replace") as file:
                 pytest.fail("vLLM died:\n" + "".join(file.readlines()[-60:]))
@@ -72,15 +88,12 @@ class InProcess:
         return answer.get("value")
 
     def stop(self) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        try:
-            self.process.wait(20)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.process.stdout.close()
+        """It ends when nobody can call it any more; twice does no harm."""
+        if self.calls.closed:
+            return
+        self.calls.close()
+        self.answers.read()
+        self.answers.close()
 
 
 Start = Callable[..., InProcess]
@@ -91,11 +104,18 @@ def plugin_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return overlay.python_path(str(tmp_path_factory.mktemp("entry-points")))
 
 
-def _starter(path: str, base: Any, stack: ExitStack) -> Start:
-    def start(model: str, extra: dict[str, str] | None = None, **options: Any) -> InProcess:
+@pytest.fixture(scope="package")
+def imported(plugin_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Imported]:
+    imported = Imported(plugin_path, str(tmp_path_factory.mktemp("imported") / "log"))
+    yield imported
+    imported.stop()
+
+
+def _starter(imported: Imported, base: Any, stack: ExitStack) -> Start:
+    def start(model: str, **options: Any) -> InProcess:
         log = str(base / f"vllm-{len(os.listdir(base))}.log")
         config = {"weight_transfer_config": {"backend": "ckptsync"}}
-        engine = InProcess(path, log, {"model": model, **config, **options}, extra)
+        engine = InProcess(imported, log, {"model": model, **config, **options})
         stack.callback(engine.stop)
         return engine
 
@@ -103,52 +123,40 @@ def _starter(path: str, base: Any, stack: ExitStack) -> Start:
 
 
 @pytest.fixture
-def start_vllm(plugin_path: str, tmp_path: Any) -> Iterator[Start]:
+def start_vllm(imported: Imported, tmp_path: Any) -> Iterator[Start]:
     """`start_vllm(folder, **options)`: one more in-process vLLM, ended with the test."""
     with ExitStack() as stack:
-        yield _starter(plugin_path, tmp_path, stack)
+        yield _starter(imported, tmp_path, stack)
 
 
-@pytest.fixture(scope="module")
-def engine(plugin_path: str, tmp_path_factory: pytest.TempPathFactory, folders: dict[str, str]) -> Iterator[InProcess]:
-    """One vLLM for a module's tests, started on `a` by the stock loader."""
+@pytest.fixture(scope="package")
+def known_tokens() -> dict[str, list[list[int]]]:
+    """What a vLLM answered that was started on a folder, for those that were."""
+    return {}
+
+
+@pytest.fixture(scope="package")
+def engine(
+    imported: Imported, tmp_path_factory: pytest.TempPathFactory, folders: dict[str, str], known_tokens: Any
+) -> Iterator[InProcess]:
+    """Started on `a` by the stock loader. Tests leave it serving, whatever version it holds."""
     with ExitStack() as stack:
-        yield _starter(plugin_path, tmp_path_factory.mktemp("vllm"), stack)(folders["a"])
+        engine = _starter(imported, tmp_path_factory.mktemp("vllm"), stack)(folders["a"])
+        known_tokens["a"] = engine.tokens()
+        yield engine
 
 
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    base = tmp_path_factory.mktemp("models")
-    return {name: models.tiny_model(str(base / name), seed) for seed, name in enumerate("abc")}
-
-
-@pytest.fixture(scope="session")
-def staged(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], StagedVersion]:
-    """Publish a folder into a channel and stage it, as a watcher would."""
-    base = tmp_path_factory.mktemp("channel")
-
-    def publish(folder: str) -> StagedVersion:
-        manifest = publish_folder(str(base / "root"), folder)
-        return Stage(str(base / "stage"), keep=100).stage(Channel.open(str(base / "root")), manifest)
-
-    return publish
-
-
-@pytest.fixture(scope="session")
-def versions(folders: dict[str, str], staged: Callable[[str], StagedVersion]) -> dict[str, StagedVersion]:
-    return {name: staged(folder) for name, folder in folders.items()}
-
-
-@pytest.fixture(scope="session")
-def fresh_tokens(plugin_path: str, tmp_path_factory: pytest.TempPathFactory, folders: dict[str, str]) -> Any:
+@pytest.fixture(scope="package")
+def fresh_tokens(
+    imported: Imported, tmp_path_factory: pytest.TempPathFactory, folders: dict[str, str], known_tokens: Any
+) -> Any:
     """What a vLLM that was started on that folder answers."""
-    base, known = tmp_path_factory.mktemp("fresh"), {}
+    base = tmp_path_factory.mktemp("fresh")
 
-    def tokens(name: str, packed: bool = False) -> list[list[int]]:
-        if (name, packed) not in known:
+    def tokens(name: str) -> list[list[int]]:
+        if name not in known_tokens:
             with ExitStack() as stack:
-                engine = _starter(plugin_path, base, stack)(folders[name], packed=packed)
-                known[name, packed] = engine.tokens()
-        return known[name, packed]
+                known_tokens[name] = _starter(imported, base, stack)(folders[name]).tokens()
+        return known_tokens[name]
 
     return tokens

@@ -1,31 +1,42 @@
-"""A real vLLM in one process, driven by lines of JSON; runs under the engine environment's python.
+"""Real vLLMs of one process each, driven by lines of JSON; runs under the engine environment's python.
 
-    python inproc.py '{"model": DIR, "packed": false, ...}'      then one {"do": NAME, ...} per line on stdin
-
-Answers come as lines on the stdout it was started with, everything else goes to stderr.
+Its stdin is a socket. A message there is {"model": DIR, "packed": false, ...}, with three files, and starts one more
+vLLM: a fork of this process, which has imported what a start needs once for all of them. From the first file that takes
+one {"do": NAME, ...} per line; answers go as lines to the second, everything else to the third.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import signal
+import socket
 import sys
-from typing import Any
+import traceback
+from typing import Any, TextIO
 
-answers = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)
+from tests.envs import measured
 
+IMPORTED = (
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.qwen3",
+)
 PROMPTS = ([1, 2, 3, 4, 5], [200, 100, 50, 25], [7 * i % 251 for i in range(200)])
 
 
 class Driver:
-    def __init__(self, packed: bool = False, **options: Any) -> None:
+    def __init__(self, packed: bool = False, plain_experts: bool = False, **options: Any) -> None:
         import vllm._custom_ops as ops
 
         # oneDNN packs every linear layer and leaves its parameter empty; the fallback computes from the
         # parameters themselves, as a GPU does.
         if not packed:
             ops._supports_onednn = False
+        if plain_experts:
+            take_experts_as_loaded()
         from vllm import LLM
 
         sizes = {"max_model_len": 512, "max_num_seqs": 8}
@@ -46,6 +57,9 @@ class Driver:
         self.llm.start_weight_update()
         self.llm.update_weights({"update_info": update_info})
         self.llm.finish_weight_update(update_info["label"])
+
+    def prepare(self, **init_info: str) -> None:
+        self.llm.init_weight_transfer_engine({"init_info": init_info})
 
     def label(self) -> str:
         return self.llm.get_weight_version()
@@ -95,7 +109,7 @@ class Driver:
     def break_load_at(self, name: str, shape: bool = False) -> None:
         """The engine's own load raises once when this tensor comes, or gets it with one row less; an empty name:
         in the next plan's copies."""
-        import watchers.vllm_plugin.payload as payload_module
+        import watchers.live.payload as payload_module
 
         original_load, original_apply = self.model.load_weights, payload_module.apply
 
@@ -131,7 +145,7 @@ class Driver:
         """The next plan's copies put one bit wrong."""
         import torch
 
-        import watchers.vllm_plugin.payload as payload_module
+        import watchers.live.payload as payload_module
 
         original = payload_module.apply
 
@@ -143,22 +157,76 @@ class Driver:
         payload_module.apply = apply
 
 
-def serve() -> None:
-    driver = Driver(**json.loads(sys.argv[1]))
-    say({"ready": True})
-    for line in sys.stdin:
+def take_experts_as_loaded() -> None:
+    """As Triton's kernels on a GPU do, and none of this build: under their name, experts are computed by torch from the
+    parameters themselves."""
+    import vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method as method
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+
+    class Plain(CPUUnquantizedExperts):
+        def process_weights_after_loading(self, layer: Any) -> None:
+            """Nothing is packed."""
+
+        def apply(
+            self, output: Any, hidden_states: Any, w1: Any, w2: Any, topk_weights: Any, topk_ids: Any, **_: Any
+        ) -> None:
+            from torch.nn import functional
+
+            output.zero_()
+            for expert in range(len(w1)):
+                tokens, places = (topk_ids == expert).nonzero(as_tuple=True)
+                gate, up = functional.linear(hidden_states[tokens], w1[expert]).chunk(2, dim=-1)
+                value = functional.linear(functional.silu(gate) * up, w2[expert])
+                output.index_add_(0, tokens, (value * topk_weights[tokens, places, None]).to(output.dtype))
+
+    method.select_unquantized_moe_backend = lambda **_: (UnquantizedMoeBackend.TRITON, Plain)
+
+
+def serve(calls: TextIO, answers: TextIO, options: dict[str, Any]) -> None:
+    def say(**answer: Any) -> None:
+        print(json.dumps(answer), file=answers, flush=True)
+
+    driver = Driver(**options)
+    say(ready=True)
+    for line in calls:
         call = json.loads(line)
         try:
-            say({"value": getattr(driver, call.pop("do"))(**call)})
+            say(value=getattr(driver, call.pop("do"))(**call))
         except Exception as error:
-            say({"error": f"{type(error).__name__}: {error}"})
+            say(error=f"{type(error).__name__}: {error}")
 
 
-def say(answer: dict[str, Any]) -> None:
-    answers.write(json.dumps(answer) + "\n")
-    answers.flush()
+def start(options: dict[str, Any], calls: int, answers: int, log: int) -> None:
+    """In the fork."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for standard, file in enumerate((os.open(os.devnull, os.O_RDONLY), log, log)):
+        os.dup2(file, standard)
+    measured.start()
+    with os.fdopen(calls) as reading, os.fdopen(answers, "w") as writing:
+        serve(reading, writing, options)
+
+
+def main() -> None:
+    for name in IMPORTED:
+        importlib.import_module(name)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks
+    with socket.socket(fileno=0) as door:
+        while True:
+            options, files, *_ = socket.recv_fds(door, 1 << 16, 3)
+            if not options:
+                return
+            if not os.fork():
+                try:
+                    start(json.loads(options), *files)
+                except BaseException:
+                    traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(0)
+            for file in files:
+                os.close(file)
 
 
 if __name__ == "__main__":
-    serve()
+    main()
     os._exit(0)

@@ -1,5 +1,5 @@
 """What `pip install ckptsync` would add to the engine's environment, as folders for PYTHONPATH: the working
-tree, the few dependencies that vLLM does not bring, and pyproject's own entry points."""
+tree, the few dependencies that the engine does not bring, and pyproject's own entry points."""
 
 from __future__ import annotations
 
@@ -14,23 +14,26 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.p
 import make
 
 REPO = os.path.abspath(os.path.join(make.HERE, os.pardir, os.pardir))
-MISSING = ("tenacity>=8.3", "watchdog>=4.0", "xxhash>=3.4")
+MISSING = {
+    "vllm": ("tenacity>=8.3", "watchdog>=4.0", "xxhash>=3.4"),
+    "sglang": ("blake3>=1.0", "tenacity>=8.3", "watchdog>=4.0"),
+}
 
 
-def python_path(folder: str) -> str:
+def python_path(folder: str, engine: str = "vllm") -> str:
     """The PYTHONPATH of an engine with the plugin; `folder` is for this run's entry points."""
     write_entry_points(folder)
-    return os.pathsep.join([REPO, folder, dependencies()])
+    return os.pathsep.join([REPO, folder, dependencies(engine)])
 
 
-def dependencies() -> str:
+def dependencies(engine: str) -> str:
     """Installed once, beside the engine's environment, which stays stock."""
-    digest = hashlib.sha256(repr((make.env_dir("vllm"), MISSING)).encode()).hexdigest()
-    target = os.path.join(make.cache_dir(), "envs", f"vllm-plugin-{digest[:12]}")
+    digest = hashlib.sha256(repr((make.env_dir(engine), MISSING[engine])).encode()).hexdigest()
+    target = os.path.join(make.cache_dir(), "envs", f"{engine}-plugin-{digest[:12]}")
     with make.locked(target + ".lock"):
         if not os.path.isdir(target):
-            pip = [make.ensure("vllm"), "-m", "pip", "install", "--quiet", "--no-deps", "--target", target + ".partial"]
-            subprocess.run([*pip, *MISSING], check=True, stdout=sys.stderr)
+            pip = [make.ensure(engine), "-m", "pip", "install", "--quiet", "--no-deps", "--target", target + ".partial"]
+            subprocess.run([*pip, *MISSING[engine]], check=True, stdout=sys.stderr)
             os.rename(target + ".partial", target)
     return target
 
@@ -46,10 +49,15 @@ def register():
 """
 
 
-def with_unpacked(groups: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
-    """One more plugin for tests, in every worker: without oneDNN, layers compute from their parameters."""
-    general = groups["vllm.general_plugins"] | {"unpacked": "ckptsync_test_unpacked:register"}
-    return groups | {"vllm.general_plugins": general}
+FOR_TESTS = {
+    # Without oneDNN, layers compute from their parameters.
+    "vllm.general_plugins": {
+        "unpacked": "ckptsync_test_unpacked:register",
+        "faults": "tests.vllm_plugin.faults:register",
+    },
+    "sglang.srt.plugins": {"faults": "tests.sglang_plugin.faults:register"},
+}
+"""Plugins that do nothing until an environment variable asks for it."""
 
 
 def write_entry_points(folder: str) -> None:
@@ -62,5 +70,6 @@ def write_entry_points(folder: str) -> None:
     with open(os.path.join(info, "METADATA"), "w", encoding="utf-8") as file:
         file.write(f"Metadata-Version: 2.1\nName: ckptsync\nVersion: {project['version']}\n")
     with open(os.path.join(info, "entry_points.txt"), "w", encoding="utf-8") as file:
-        for group, entries in with_unpacked(project["entry-points"]).items():
+        for group, entries in project["entry-points"].items():
+            entries |= FOR_TESTS.get(group, {})
             file.write("\n".join([f"[{group}]", *(f"{name} = {value}" for name, value in entries.items()), "", ""]))

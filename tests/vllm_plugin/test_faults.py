@@ -3,56 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from ckptsync.engine import StagedVersion
+from tests.live.versions import (
+    Q_PROJ,
+    Versions,
+    with_a_wrong_shape,
+    with_one_more,
+    without_a_layer,
+    without_q_proj,
+)
 from tests.vllm_plugin.conftest import InProcess
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
-
-Versions = dict[str, StagedVersion]
-Tensors = dict[str, Any]
-Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
-
-
-def without_a_layer(tensors: Tensors) -> None:
-    for name in [name for name in tensors if name.startswith("model.layers.1.")]:
-        del tensors[name]
-
-
-def without_q_proj(tensors: Tensors) -> None:
-    del tensors[Q_PROJ]
-
-
-def with_a_wrong_shape(tensors: Tensors) -> None:
-    tensors[Q_PROJ] = tensors[Q_PROJ][:-1].clone()
-
-
-def with_one_more(tensors: Tensors) -> None:
-    tensors["model.layers.0.extra.weight"] = tensors[Q_PROJ].clone()
-
-
-@pytest.fixture(scope="module")
-def broken(
-    tmp_path_factory: pytest.TempPathFactory, folders: dict[str, str], staged: Callable[[str], StagedVersion]
-) -> Callable[[Callable[[Tensors], None]], StagedVersion]:
-    """Version `b` with a change, published and staged: whole and verified, and no checkpoint of this model."""
-    from safetensors.torch import load_file, save_file
-
-    def make(change: Callable[[Tensors], None]) -> StagedVersion:
-        tensors = {}
-        for name in sorted(os.listdir(folders["b"])):
-            if name.endswith(".safetensors"):
-                tensors |= load_file(os.path.join(folders["b"], name))
-        change(tensors)
-        folder = tmp_path_factory.mktemp(change.__name__)
-        save_file(tensors, folder / "model.safetensors")
-        return staged(str(folder))
-
-    return make
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["by reload", "by plan"])

@@ -12,14 +12,23 @@ import httpx
 import pytest
 
 from ckptsync.engine import StagedVersion
-from ckptsync.errors import EngineRefused, EngineUnavailable
+from ckptsync.errors import EngineDirty, EngineRefused, EngineUnavailable
+from ckptsync.export.source import CheckpointSource
+from ckptsync.manifest import TensorSpec
+from ckptsync.transports.vllm_gloo import VllmGloo
 from tests.engines import conftest as servers
+from tests.engines.conftest import load
+from tests.envs import models
+from tests.transports.sends import send
 from tests.watcher.publish_folder import publish_folder
+from watchers.engines.vllm import VllmOptions
 from watchers.engines.vllm_transfer import VllmTransferEngine
 from watchers.watcher import Watcher
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
+PROMPT = [7 * i % 251 for i in range(200)]
+DOWN_PROJ = "model.layers.1.mlp.down_proj.weight"
 BACKEND = ("--weight-transfer-config", '{"backend": "ckptsync"}')
 
 
@@ -42,23 +51,17 @@ def server(
 
 
 @pytest.fixture
-def connect(server: Any) -> Iterator[Callable[[], VllmTransferEngine]]:
+def connect(server: Any) -> Iterator[Callable[..., VllmTransferEngine]]:
     with ExitStack() as stack:
 
-        def connected() -> VllmTransferEngine:
-            return stack.enter_context(closing(VllmTransferEngine(server.url)))
+        def connected(**options: Any) -> VllmTransferEngine:
+            return stack.enter_context(closing(VllmTransferEngine(server.url, VllmOptions(**options))))
 
         yield connected
 
 
-def load(engine: VllmTransferEngine, version: StagedVersion) -> Any:
-    engine.pause()
-    engine.start(version)
-    engine.update(version)
-    engine.finish(version)
-    confirmation = engine.confirm(version)
-    engine.resume()
-    return confirmation
+def health(server: Any) -> dict[str, Any]:
+    return dict(httpx.get(server.url + "/plugins/ckptsync/health", timeout=30).json())
 
 
 def test_an_update_over_http_serves_the_new_version_with_a_receipt_of_each_rank(
@@ -125,13 +128,30 @@ def test_a_session_that_a_dead_watcher_left_open_is_ended(
     assert load(connect(), versions["b"]).label == versions["b"].label
 
 
-def test_a_sleeping_engine_is_refused_and_counts_as_restarted_when_it_wakes(
+def test_case_97_a_repeated_long_prompt_never_sees_the_old_prefix_unless_caches_are_kept(
     server: Any, connect: Any, versions: dict[str, StagedVersion]
+) -> None:
+    flushing, keeping = connect(), connect(cache="keep")
+    load(flushing, versions["b"])
+    of_b = server.tokens()
+    load(flushing, versions["c"])
+    of_c = server.tokens()
+    load(flushing, versions["b"])
+    assert server.tokens() == of_b != of_c
+    load(keeping, versions["c"])
+    assert server.tokens() != of_c, "the control: a cache that was not dropped shows"
+    load(flushing, versions["c"])
+    assert server.tokens() == of_c
+
+
+@pytest.mark.parametrize("level", ["1", "2"])
+def test_a_sleeping_engine_is_refused_and_counts_as_restarted_when_it_wakes(
+    server: Any, connect: Any, versions: dict[str, StagedVersion], level: str
 ) -> None:
     """The CPU worker keeps its weights; the states are those of any vLLM."""
     engine = connect()
     boot = engine.status().boot_id
-    httpx.post(server.url + "/sleep", params={"level": "1"}, timeout=60).raise_for_status()
+    httpx.post(server.url + "/sleep", params={"level": level}, timeout=60).raise_for_status()
     try:
         with pytest.raises(EngineUnavailable, match="sleeps"):
             engine.status()
@@ -140,6 +160,7 @@ def test_a_sleeping_engine_is_refused_and_counts_as_restarted_when_it_wakes(
     finally:
         httpx.post(server.url + "/wake_up", timeout=60).raise_for_status()
     assert engine.status().boot_id != boot
+    assert connect().status().boot_id != boot, "for who was not there too"
     assert load(engine, versions["b"]).label == versions["b"].label
 
 
@@ -158,11 +179,73 @@ def test_a_watcher_drives_the_plugin(
     assert server.tokens()[:2] == fresh_tokens("c")[:2]
 
 
+@pytest.fixture
+def gloo() -> Iterator[VllmGloo]:
+    with closing(VllmGloo(verify=True)) as transport:
+        yield transport
+
+
+def test_a_trainers_broadcast_and_files_take_turns_at_one_server(
+    server: Any, connect: Any, gloo: VllmGloo, versions: dict[str, StagedVersion], fresh_tokens: Any
+) -> None:
+    engine = connect()
+    assert gloo.probe([engine]) is None
+    for number, name in ((7, "c"), (8, "b")):
+        engine.pause()
+        send(gloo, CheckpointSource(versions[name].folder), [engine], number, bucket_bytes=1 << 16)
+        assert engine.status().label == f"e1-v{number}"
+        engine.resume()
+        assert server.tokens()[:2] == fresh_tokens(name)[:2]
+    (verdict,) = gloo.verification.verdicts.values()
+    assert verdict == (True, "no engine like it to compare with; changed with the weights", False)
+    load(engine, versions["c"])
+    assert [(receipt.state, receipt.proof) for receipt in engine.receipts] == [("loaded", "elements")]
+    assert server.tokens()[:2] == fresh_tokens("c")[:2]
+
+
+class Lacking(CheckpointSource):
+    """A trainer's model without one of the engine's weights."""
+
+    def metadata(self) -> list[TensorSpec]:
+        return [spec for spec in super().metadata() if spec.name != DOWN_PROJ]
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        return (named for named in super().__iter__() if named[0] != DOWN_PROJ)
+
+
+class BreaksOff(CheckpointSource):
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        for count, named in enumerate(super().__iter__()):
+            if count == 5:
+                raise OSError("the trainer's disk is gone")
+            yield named
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "says"), [(Lacking, EngineDirty, "down_proj"), (BreaksOff, OSError, "disk is gone")]
+)
+def test_a_broadcast_that_is_not_whole_names_no_version_and_files_repair_what_it_left(
+    source: type[CheckpointSource], error: type[Exception], says: str,
+    server: Any, connect: Any, gloo: VllmGloo, versions: dict[str, StagedVersion], fresh_tokens: Any,
+) -> None:  # fmt: skip
+    engine = connect()
+    engine.pause()
+    with pytest.raises(error, match=says):
+        send(gloo, source(versions["b"].folder), [engine], 9, bucket_bytes=1 << 16)
+    assert engine.status().label == "partial e1-v9"
+    load(engine, versions["c"])
+    assert engine.status().label == versions["c"].label
+    assert server.tokens()[:2] == fresh_tokens("c")[:2]
+
+
 def test_the_watcher_inside_the_api_server_follows_without_dev_mode(
     environment: pytest.MonkeyPatch, tmp_path: Any, folders: dict[str, str], fresh_tokens: Any
 ) -> None:
+    """At level 4: each rank reads back, and the engine computes what transformers recorded."""
     root = str(tmp_path / "root")
-    publish_folder(root, folders["b"])
+    publish_folder(root, folders["b"], models.canary_of(folders["b"], PROMPT))
+    environment.setenv("CKPTSYNC_TEST_SPAWN", "1")  # as vLLM starts its processes by itself, and the plugin in each
+    environment.setenv("CKPTSYNC_PROOF", "4")
     environment.setenv("VLLM_PLUGINS", "ckptsync,unpacked")
     environment.setenv("VLLM_SERVER_DEV_MODE", "0")
     environment.setenv("CKPTSYNC_ROOT", root)
@@ -172,14 +255,19 @@ def test_the_watcher_inside_the_api_server_follows_without_dev_mode(
         server = servers._starter(tmp_path, stack)("vllm", folders["a"], *BACKEND)
 
         def follows(label: str) -> bool:
-            answer = httpx.get(server.url + "/plugins/ckptsync/health", timeout=5)
+            answer = httpx.get(server.url + "/plugins/ckptsync/health", timeout=30)
             return answer.status_code == 200 and answer.json()["version"] == label
 
-        servers.until(lambda: follows("e1-v1"), 30, "the first version is followed")
+        servers.until(lambda: follows("e1-v1"), 120, "the first version is followed")
         assert server.tokens()[:2] == fresh_tokens("b")[:2]
-        assert httpx.get(server.url + "/is_paused", timeout=5).status_code == 404
+        assert httpx.get(server.url + "/is_paused", timeout=30).status_code == 404
         started = time.monotonic()
-        publish_folder(root, folders["c"])
-        servers.until(lambda: follows("e1-v2"), 30, "the second version is followed")
-        assert time.monotonic() - started < 30
+        publish_folder(root, folders["c"], models.canary_of(folders["c"], PROMPT))
+        servers.until(lambda: follows("e1-v2"), 120, "the second version is followed")
+        assert time.monotonic() - started < 120
+        assert server.tokens()[:2] == fresh_tokens("c")[:2]
+
+        publish_folder(root, folders["a"], models.canary_of(folders["c"], PROMPT))
+        servers.until(lambda: "level 4" in health(server)["reason"], 120, "another model's canary is refused")
+        servers.until(lambda: follows("e1-v2"), 120, "the version before is back")
         assert server.tokens()[:2] == fresh_tokens("c")[:2]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ckptsync.manifest import Manifest
-from tests.faults.engines import weights_of
+from ckptsync.testing.engines import weights_of
 from watchers.health import Receipt
 from watchers.watcher import Watcher
 
@@ -39,7 +39,7 @@ def shard_of(root: str, manifest: Manifest, name: str = SHARD) -> str:
     return os.path.join(root, manifest.folder, name)
 
 
-def run_until(watcher: Watcher, done: Callable[[], bool], seconds: float = 20.0) -> None:
+def run_until(watcher: Watcher, done: Callable[[], bool], seconds: float = 60.0) -> None:
     stop, deadline = threading.Event(), time.monotonic() + seconds
     thread = threading.Thread(target=watcher.run, args=(stop,))
     thread.start()
@@ -49,7 +49,7 @@ def run_until(watcher: Watcher, done: Callable[[], bool], seconds: float = 20.0)
         assert done()
     finally:
         stop.set()
-        thread.join(20)
+        thread.join(60)
     assert not thread.is_alive()
 
 

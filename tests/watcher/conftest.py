@@ -10,8 +10,8 @@ import pytest
 
 from ckptsync.store import LocalStore
 from ckptsync.store.base import Reader
-from tests.faults.engines import FakeEngine
-from tests.faults.store import HookedStore
+from ckptsync.testing.engines import FakeEngine
+from ckptsync.testing.hooks import HookedStore
 from watchers.watcher import Watcher
 
 from .publish import SCHEMA, TestPublisher
@@ -106,5 +106,5 @@ def counting_store(root: str) -> CountingStore:
 
 def staged_folders(stage: str) -> list[str]:
     """Names of the version folders in a stage, of its only channel."""
-    (channel,) = os.listdir(stage)
+    (channel,) = [name for name in os.listdir(stage) if not name.startswith(".")]
     return sorted(name for name in os.listdir(os.path.join(stage, channel)) if not name.startswith("."))

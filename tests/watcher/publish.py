@@ -8,6 +8,9 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
+from ckptsync.canary import Canary
 from ckptsync.channel import Channel
 from ckptsync.digest import DEFAULT, digest
 from ckptsync.epochs import Epoch
@@ -58,6 +61,8 @@ class TestPublisher:
         max_bytes: int = 600,
         assets: Mapping[str, bytes] | None = None,
         aliases: Mapping[str, str] | None = None,
+        canary: Canary | None = None,
+        metadata: Mapping[str, object] | None = None,
     ) -> Manifest:
         """Everything of a version but the commit. The same seed gives the same weights."""
         version = VersionId(self.epoch.number, self.number)
@@ -75,7 +80,7 @@ class TestPublisher:
             put_bytes(self.channel.store, f"{folder}/{name}", data)
             files.append(FileEntry(name=name, size=len(data), digest=digest(data)))
         tensors += [_alias(name, target, tensors) for name, target in (aliases or {}).items()]
-        return self._manifest(version, nonce, Track(files=tuple(files), tensors=tuple(tensors)))
+        return self._manifest(version, nonce, Track(files=tuple(files), tensors=tuple(tensors)), canary, metadata or {})
 
     def _shards(
         self, folder: str, specs: Sequence[TensorSpec], max_bytes: int, values: random.Random
@@ -90,7 +95,9 @@ class TestPublisher:
             tensors.extend(entries)
         return files, tensors
 
-    def _manifest(self, version: VersionId, nonce: str, track: Track) -> Manifest:
+    def _manifest(
+        self, version: VersionId, nonce: str, track: Track, canary: Canary | None, metadata: Mapping[str, object]
+    ) -> Manifest:
         tracks = {"model": track}
         manifest, data = seal(
             Manifest(
@@ -100,9 +107,12 @@ class TestPublisher:
                 nonce=nonce,
                 run_id="test",
                 created=time.time(),
+                metadata=dict(metadata),
                 digest=DEFAULT,
                 content_digest=combined_content(tracks),
                 tracks=tracks,
+                previous=next((v for v in reversed(self.channel.versions()) if v < version), msgspec.UNSET),
+                canary=canary or msgspec.UNSET,
             )
         )
         put_bytes(self.channel.store, f"{manifest.folder}/{SELF_COPY}", data)

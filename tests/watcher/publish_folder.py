@@ -6,6 +6,9 @@ import os
 import time
 import uuid
 
+import msgspec
+
+from ckptsync.canary import Canary
 from ckptsync.channel import Channel
 from ckptsync.digest import DEFAULT, digest
 from ckptsync.layout import SELF_COPY
@@ -15,7 +18,7 @@ from ckptsync.store.base import put_bytes
 from ckptsync.version import VersionId
 
 
-def publish_folder(root: str, folder: str) -> Manifest:
+def publish_folder(root: str, folder: str, canary: Canary | None = None) -> Manifest:
     """Commit the folder's files as the next version of the root's epoch 1."""
     channel = Channel.create(root)
     epoch = channel.claims().get(1) or channel.claim_epoch("test")
@@ -34,6 +37,7 @@ def publish_folder(root: str, folder: str) -> Manifest:
         Manifest(
             channel_id=channel.channel_id, epoch=1, number=number, nonce=nonce, run_id="test",
             created=time.time(), digest=DEFAULT, content_digest=combined_content(tracks), tracks=tracks,
+            canary=canary or msgspec.UNSET,
         )
     )  # fmt: skip
     put_bytes(channel.store, f"{manifest.folder}/{SELF_COPY}", data)

@@ -10,9 +10,9 @@ from ckptsync.errors import (
 from ckptsync.layout import HEAD
 from ckptsync.store import LocalStore
 from ckptsync.store.base import put_bytes
-from tests.faults.engines import FakeEngine
-from tests.faults.store import Failing as FailingHook
-from tests.faults.store import HookedStore, matching
+from ckptsync.testing.engines import FakeEngine
+from ckptsync.testing.hooks import Failing as FailingHook
+from ckptsync.testing.hooks import HookedStore, matching
 
 from .actions import Watch, run_until
 from .publish import TestPublisher

@@ -7,17 +7,19 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from ckptsync.channel import Channel
 from ckptsync.errors import EngineRefused, EngineUnavailable, ProofFailed, SchemaMismatch
 from ckptsync.manifest import Manifest
+from tests.envs import measured
 from tests.envs.models import tiny_model
+from tests.waiting import until
 from watchers.engines.embedded import EmbeddedEngine
 from watchers.stage import Stage
 from watchers.watcher import Watcher
@@ -35,7 +37,9 @@ class Server:
     def __init__(self, folder: str, port: int = 0) -> None:
         command = [sys.executable, "-m", "watchers.engines.embedded_server", folder, "--port", str(port)]
         self.folder = folder
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        path = [measured.on_path(os.path.dirname(folder)), os.environ.get("PYTHONPATH", "")]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line.startswith("listening on "), line
@@ -52,7 +56,7 @@ class Server:
     def close(self) -> None:
         """Idempotent."""
         self.process.terminate()
-        self.process.wait(20)
+        self.process.wait(60)
         assert self.process.stdout is not None
         self.process.stdout.close()
 
@@ -164,7 +168,7 @@ def test_an_engine_killed_in_mid_load_and_started_on_base_weights_is_current_bef
     assert receipt.label == "e1-v1"
     assert set(ready) == {"e1-v1"}
     assert again.generate() == expected
-    wait_for(lambda: watcher.step() is not None)
+    until(lambda: watcher.step() is not None)
     assert again.generate()["version"] == second.id.label
 
 
@@ -178,13 +182,6 @@ def kill_at_update(engine: Any, server: Server) -> None:
         update(version)
 
     engine.update = killed
-
-
-def wait_for(done: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_the_server_refuses_what_does_not_fit_and_goes_on_serving(server: Server, root: str, tmp_path: Any) -> None:
@@ -223,6 +220,18 @@ def test_bad_requests_are_told_so(server: Server) -> None:
         assert answer.json()["message"]
 
 
+def test_scores_are_told_of_given_tokens_and_not_of_the_first(server: Server) -> None:
+    engine = EmbeddedEngine(server.url)
+    tokens = engine.generate(PROMPT, 4)
+    scores = engine.score([*PROMPT, *tokens], len(PROMPT))
+    assert len(scores) == len(tokens)
+    assert all(score <= 0 for score in scores)
+    for wrong in ({"token_ids": [1, 2], "first": 0}, {"token_ids": [1, 10**6], "first": 1}):
+        answer = httpx.post(server.url + "/score", json=wrong, timeout=30, trust_env=False)
+        assert 400 <= answer.status_code < 500
+    engine.close()
+
+
 def test_a_prompt_is_answered_with_text(server: Server) -> None:
     answer = server.generate(token_ids=[], prompt="hello")
     assert answer["text"]
@@ -242,11 +251,13 @@ def test_it_stops_at_once_though_requests_wait_at_a_pause(serve: Callable[..., S
     engine.pause()
     engine.close()
     waiting = threading.Thread(target=lambda: _ignore(server.generate))
+    before = psutil.Process(server.process.pid).num_threads()
     waiting.start()
-    time.sleep(0.3)
+    # Only a request at the gate has the thread that generates.
+    until(lambda: psutil.Process(server.process.pid).num_threads() > before, what="a request waits")
     server.process.terminate()
-    assert server.process.wait(20) is not None
-    waiting.join(20)
+    assert server.process.wait(60) is not None
+    waiting.join(60)
 
 
 def _ignore(call: Callable[[], object]) -> None:
@@ -254,3 +265,14 @@ def _ignore(call: Callable[[], object]) -> None:
         call()
     except (httpx.HTTPError, ValueError):
         return
+
+
+def test_sampled_tokens_come_with_the_log_probabilities_that_the_model_gives_them(server: Server) -> None:
+    found = [server.generate(temperature=1.0) for _ in range(3)]
+    assert len({tuple(answer["token_ids"]) for answer in found}) > 1
+    engine = EmbeddedEngine(server.url)
+    for answer in [*found, server.generate()]:
+        assert len(answer["logprobs"]) == len(answer["token_ids"])
+        scored = engine.score(PROMPT + answer["token_ids"], len(PROMPT))
+        assert answer["logprobs"] == pytest.approx(scored, abs=0.05)
+    engine.close()

@@ -11,7 +11,16 @@ HEAVY = ("torch", "transformers", "numpy", "safetensors", "vllm", "sglang", "ray
 "s3fs", "watchdog",
          "starlette", "uvicorn", "rich", "typer")  # fmt: skip
 
-CORE = ("ckptsync.channel, watchers.watcher", "watchers.stage", "watchers.proof", "watchers.engines.embedded")
+CORE = (
+    "ckptsync.channel, watchers.watcher",
+    "watchers.stage",
+    "watchers.proof",
+    "watchers.engines.embedded",
+    "watchers.sidecar",
+    "watchers.fleet",
+    "ckptsync.dashboard.server",
+    "ckptsync.metrics",
+)
 
 
 @pytest.mark.parametrize("modules", CORE)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 
 from ckptsync.channel import Channel
 from ckptsync.engine import StagedVersion
-from ckptsync.errors import EngineDirty, EngineRefused, EngineUnavailable, ProofFailed, SchemaMismatch
+from ckptsync.errors import EngineDirty, EngineRefused, EngineUnavailable, InvalidInput, ProofFailed, SchemaMismatch
 from ckptsync.manifest import TensorSpec
 from watchers.engines.module import ModuleEngine
 from watchers.stage import Stage
@@ -69,6 +71,27 @@ def test_the_schema_is_the_state_dict_with_ties_once() -> None:
     assert list(ModuleEngine(Tiny()).schema().values()) == SPECS
 
 
+def test_a_module_without_values_is_refused_where_the_engine_is_made_or_at_the_next_look(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(EngineRefused, match=r"'weight' cannot be written: it is on the meta device .*; materialize it"):
+        ModuleEngine(nn.Linear(4, 4, device="meta"))
+    TestPublisher(str(tmp_path / "root")).publish()
+    engine = ModuleEngine(Tiny())
+    watcher = Watcher(str(tmp_path / "root"), engine, stage=str(tmp_path / "stage"), events=False)
+    engine.module.to("meta")
+    assert watcher.step() is None
+    assert "materialize it first" in watcher.health.reason
+    watcher.close()
+
+
+def test_what_is_no_module_and_what_is_no_engine_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"an engine is made of a torch\.nn\.Module, not of NoneType"):
+        ModuleEngine(None)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="Tiny is no engine: give an adapter"):
+        Watcher(str(tmp_path), Tiny(), stage=str(tmp_path / "stage"))  # type: ignore[arg-type]
+
+
 def test_it_loads_in_place_and_keeps_ties(staged: Callable[..., StagedVersion]) -> None:
     module = Tiny()
     engine, place = ModuleEngine(module), module.embed.weight.data_ptr()
@@ -86,6 +109,18 @@ def test_equal_weights_have_equal_fingerprints_and_others_have_others(
     engine, first, second = ModuleEngine(Tiny()), staged(seed=1), staged(seed=2)
     prints = [load(engine, version) for version in (first, second, first, staged(seed=1))]
     assert prints[0] == prints[2] == prints[3] != prints[1]
+
+
+def test_equal_weights_have_equal_fingerprints_in_whichever_order_their_trainers_wrote_them(
+    staged: Callable[..., StagedVersion],
+) -> None:
+    engine, version = ModuleEngine(Tiny()), staged(seed=1)
+    track = version.manifest.tracks["model"]
+    backwards = msgspec.structs.replace(track, tensors=track.tensors[::-1])
+    other = StagedVersion(
+        manifest=msgspec.structs.replace(version.manifest, tracks={"model": backwards}), folder=version.folder
+    )
+    assert load(engine, version) == load(engine, other)
 
 
 def test_confirm_reads_the_live_tensors_back_and_names_the_one_that_differs(
@@ -159,7 +194,7 @@ def test_a_pause_waits_for_computations_and_holds_new_ones() -> None:
     def first() -> None:
         with engine.gate:
             inside.set()
-            leave.wait(20)
+            leave.wait(60)
             order.append("first")
 
     def second() -> None:
@@ -168,17 +203,17 @@ def test_a_pause_waits_for_computations_and_holds_new_ones() -> None:
 
     threads = [threading.Thread(target=first)]
     threads[0].start()
-    inside.wait(20)
+    inside.wait(60)
     threads.append(threading.Thread(target=lambda: (engine.pause(), order.append("paused"))))
     threads[1].start()
     leave.set()
-    threads[1].join(20)
+    threads[1].join(60)
     threads.append(threading.Thread(target=second))
     threads[2].start()
     assert order == ["first", "paused"]
     engine.resume()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     assert order == ["first", "paused", "second"]
 
 
@@ -199,3 +234,16 @@ def test_a_watcher_keeps_a_module_current(root: str, tmp_path: Any) -> None:
         assert receipt is not None
         assert receipt.label == manifest.id.label
     watcher.close()
+
+
+def test_a_module_that_is_no_language_model_cannot_be_scored() -> None:
+    with pytest.raises(EngineRefused, match="cannot score tokens"):
+        ModuleEngine(Tiny()).score([1, 2, 3], 1)
+
+
+def test_values_that_were_cast_do_not_count_as_read_back(staged: Callable[..., StagedVersion]) -> None:
+    version = staged()
+    for module, compared in ((Tiny(), True), (Tiny().half(), False)):
+        engine = ModuleEngine(module, allow_cast=True)
+        load(engine, version)
+        assert engine.confirm(version).read_back is compared

@@ -8,7 +8,7 @@ from multiprocessing.synchronize import Semaphore
 from typing import NamedTuple
 
 from ckptsync.store.base import Reader
-from tests.faults.engines import FakeEngine
+from ckptsync.testing.engines import FakeEngine
 from watchers.health import Health
 from watchers.watcher import Watcher
 

@@ -13,9 +13,9 @@ from ckptsync.errors import StoreDenied
 from ckptsync.layout import HEAD, manifest_path
 from ckptsync.manifest import Manifest, TensorSpec
 from ckptsync.store import LocalStore
-from tests.faults.engines import FakeEngine
-from tests.faults.store import Failing as FailingHook
-from tests.faults.store import HookedStore, matching
+from ckptsync.testing.engines import FakeEngine
+from ckptsync.testing.hooks import Failing as FailingHook
+from ckptsync.testing.hooks import HookedStore, matching
 from watchers.health import Receipt
 
 from .actions import SHARD, Watch, flip, receipt_of, run_until, shard_of, step, weights
@@ -77,8 +77,8 @@ def spoil(path: str, harm: str) -> None:
 
 def resealed(data: bytes) -> bytes:
     """Another's manifest, right in every digest, whose first file is `../x`."""
+    from ckptsync.canonical import canonical
     from ckptsync.digest import sha256
-    from ckptsync.manifest import canonical
 
     body = json.loads(data.replace(b"model-00001-of-00002.safetensors", b"../x"))
     body.pop("manifest_digest")

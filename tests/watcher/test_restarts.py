@@ -14,9 +14,9 @@ from ckptsync.errors import (
     StoreUnavailable,
 )
 from ckptsync.store import LocalStore
-from tests.faults.engines import Dies, Failing, FakeEngine, KeepsLabel, OtherWeights
-from tests.faults.store import Failing as FailingHook
-from tests.faults.store import HookedStore, matching
+from ckptsync.testing.engines import Dies, Failing, FakeEngine, KeepsLabel, OtherWeights
+from ckptsync.testing.hooks import Failing as FailingHook
+from ckptsync.testing.hooks import HookedStore, matching
 from watchers.stage import Stage
 
 from .actions import Watch, flip, run_until, shard_of, step, weights
@@ -124,6 +124,26 @@ def test_an_engine_that_died_in_mid_load_is_brought_to_the_version_after_its_res
     assert not watcher.health.ready
     engine.restart()
     run_until(watcher, lambda: engine.label == "e1-v2")
+
+
+def test_an_engine_that_died_is_not_called_paused(
+    watch: Watch, publisher: TestPublisher, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, dead = Dies(SCHEMA, only="e1-v1", deaths=1), []
+    publisher.publish()
+    step(watch(engine, on_dead=lambda health: dead.append(health.reason)))
+    assert dead[0].startswith("it does not answer: ")
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "CRITICAL"]
+    assert "does not answer" in said
+    assert "paused" not in said
+
+
+def test_an_engine_that_was_restarted_in_mid_load_is_said_to_be(watch: Watch, publisher: TestPublisher) -> None:
+    engine, dead = FakeEngine(SCHEMA), []
+    publisher.publish()
+    engine.while_paused = engine.restart
+    step(watch(engine, on_dead=lambda health: dead.append(health.reason)))
+    assert dead[0].startswith("it was restarted in mid-load: ")
 
 
 def test_a_version_that_kills_the_engine_twice_is_given_up(watch: Watch, publisher: TestPublisher) -> None:

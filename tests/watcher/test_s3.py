@@ -14,7 +14,7 @@ from ckptsync.errors import BadShard
 from ckptsync.manifest import Manifest, TensorSpec
 from ckptsync.store import Store, open_store
 from ckptsync.store.base import put_bytes, read_bytes
-from tests.faults.engines import FakeEngine, weights_in
+from ckptsync.testing.engines import FakeEngine, weights_in
 from tests.servers import seaweed
 from tests.servers.fixtures import S3Root
 from watchers.stage import MissingFile, Stage

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
 import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ckptsync.canonical import canonical
 from ckptsync.channel import Channel
+from ckptsync.copies import export_version as export
+from ckptsync.digest import sha256
 from ckptsync.errors import BadShard, CkptSyncError, StoreDenied, StoreFull
-from ckptsync.layout import SELF_COPY
+from ckptsync.layout import SELF_COPY, manifest_path
+from ckptsync.manifest import decode
 from ckptsync.store import LocalStore
-from tests.faults.store import Failing, HookedStore, Recorder, matching
+from ckptsync.testing.hooks import Failing, HookedStore, Recorder, matching
 from watchers import fetch as fetching
 from watchers.stage import MissingFile, Stage
 
@@ -40,6 +46,25 @@ def test_a_staged_folder_holds_exactly_the_listed_files_and_the_manifest(
         ):
             assert ours.read() == theirs.read()
         assert os.path.getsize(f"{version.folder}/{name}") == entry.size
+
+
+def test_a_version_by_an_older_or_newer_release_keeps_its_own_manifest_wherever_it_is_copied(
+    root: str, publisher: TestPublisher, folder: str, tmp_path: Path
+) -> None:
+    manifest = publisher.publish()
+    body = json.loads(manifest.encoded)
+    del body["manifest_digest"], body["trainer_state"]
+    stored = canonical({**body, "manifest_digest": sha256(canonical({**body, "colour": "blue"})), "colour": "blue"})
+    os.remove(f"{root}/{manifest_path(manifest.id)}")
+    Path(root, manifest_path(manifest.id)).write_bytes(stored)
+    channel = Channel.open(root)
+    read = channel.manifest(manifest.id)
+    staged = Stage(folder).stage(channel, read)
+    export(channel, read, str(tmp_path / "copy"))
+    for copy in (staged.folder, str(tmp_path / "copy")):
+        data = Path(copy, SELF_COPY).read_bytes()
+        assert data == stored
+        assert decode(data).manifest_digest == read.manifest_digest
 
 
 def test_the_stage_is_private(root: str, publisher: TestPublisher, folder: str) -> None:
@@ -159,6 +184,25 @@ def test_versions_in_use_stay_and_the_newest_besides(root: str, publisher: TestP
     assert [name.split("-")[1] for name in staged_folders(folder)] == ["v00000004", "v00000005"]
 
 
+def test_of_two_that_evict_one_version_the_second_finds_it_gone_and_goes_on(
+    root: str, publisher: TestPublisher, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, other = Stage(folder), Stage(folder)
+    version = stage.stage(Channel.open(root), publisher.publish())
+    stage.release(version)
+    listed = os.listdir
+
+    def listed_before_the_other_evicts(path: str) -> list[str]:
+        found = listed(path)
+        monkeypatch.undo()
+        other.evict(version.manifest.channel_id, 0)
+        return found
+
+    monkeypatch.setattr(os, "listdir", listed_before_the_other_evicts)
+    stage.evict(version.manifest.channel_id, 0)
+    assert staged_folders(folder) == []
+
+
 def test_a_dead_process_holds_nothing(root: str, publisher: TestPublisher, folder: str) -> None:
     manifest = publisher.publish()
     process = multiprocessing.get_context("spawn").Process(target=_stage_and_die, args=(root, folder, 100, 1))
@@ -179,7 +223,7 @@ def test_a_full_stage_is_told_before_any_byte_is_read(
     manifest = publisher.publish()
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("watchers.stage.shutil.disk_usage", lambda _: usage)
-    with pytest.raises(StoreFull, match="1000 bytes free"):
+    with pytest.raises(StoreFull, match=r"1\.0 KB \(1000 bytes\) free"):
         Stage(folder).stage(Channel.open(counting_store), manifest)
     assert counting_store.read == 0
 
@@ -212,7 +256,7 @@ def test_the_version_is_leased_while_it_is_read_and_no_longer(root: str, publish
     channel = Channel.open(HookedStore(LocalStore(root), recorder))
     Stage(folder).stage(channel, publisher.publish(), reader="me")
     operations = [(op, path.split("/")[0]) for op, path in recorder.seen if op in {"open", "write", "delete"}]
-    assert operations[0] == ("write", "leases")
+    assert operations[:2] == [("open", "channel.json"), ("write", "leases")]
     assert ("open", "data") in operations
     assert operations[-1] == ("delete", "leases")
 

@@ -15,7 +15,7 @@ from ckptsync.layout import SELF_COPY, manifest_path
 from ckptsync.manifest import FileEntry, Manifest
 from ckptsync.store import LocalStore
 from ckptsync.store.base import put_bytes
-from tests.faults.store import Failing, HookedStore, matching
+from ckptsync.testing.hooks import Failing, HookedStore, matching
 from watchers.fetch import DeniedFile
 from watchers.stage import MissingFile, NotAFile, Stage
 

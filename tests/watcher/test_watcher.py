@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 
 import pytest
 
@@ -11,7 +13,8 @@ from ckptsync.errors import (
     EngineDirty,
 )
 from ckptsync.manifest import Manifest
-from tests.faults.engines import Failing, FakeEngine
+from ckptsync.testing.engines import Failing, FakeEngine
+from watchers.loop import Loop
 
 from .actions import Watch, receipt_of, shard_of, step, weights
 from .publish import SCHEMA, TestPublisher
@@ -29,6 +32,32 @@ def test_it_is_not_ready_before_the_first_confirmed_load(watch: Watch, engine: F
     assert not engine.paused
 
 
+def test_run_needs_no_event_and_a_bug_ends_it(watch: Watch, engine: FakeEngine, publisher: TestPublisher) -> None:
+    publisher.publish()
+    with pytest.raises(ZeroDivisionError):
+        watch(engine, on_receipt=lambda _: 1 / 0).run()
+
+
+def test_a_loop_does_not_begin_in_the_middle_of_a_load_by_hand() -> None:
+    order: list[str] = []
+    loop = Loop(lambda: None)
+
+    def run() -> None:
+        with loop.running():
+            order.append("the loop")
+
+    thread = threading.Thread(target=run)
+
+    def load() -> None:
+        thread.start()
+        thread.join(0.2)  # it would be through by now, on most machines
+        order.append("the load")
+
+    loop.call(load)
+    thread.join(60)
+    assert order == ["the load", "the loop"]
+
+
 def test_the_engine_is_called_in_the_contracts_order(
     watch: Watch, engine: FakeEngine, publisher: TestPublisher
 ) -> None:
@@ -44,14 +73,30 @@ def test_the_receipt_says_what_was_loaded_and_how_long_it_took(
     watch: Watch, engine: FakeEngine, publisher: TestPublisher, root: str
 ) -> None:
     manifest = publisher.publish()
-    step(watch(engine))
+    watcher, started = watch(engine), time.monotonic()
+    said = step(watcher)
+    elapsed = time.monotonic() - started
+    assert (said.created, said.proof) == (manifest.created, watcher.proof)
     receipt = receipt_of(root)
     assert (receipt["reader"], receipt["version"], receipt["label"]) == ("reader-0", "e1-v1", "e1-v1")
     assert (receipt["state"], receipt["error"]) == ("serving", None)
     assert receipt["bytes"] == manifest.nbytes
     assert receipt["fingerprint"] == engine.weights
-    assert receipt["pause_seconds"] >= receipt["load_seconds"] > 0
-    assert receipt["stage_seconds"] > 0
+    assert elapsed > receipt["pause_seconds"] >= receipt["load_seconds"] > 0
+    assert elapsed > receipt["stage_seconds"] > 0
+
+
+def test_health_says_what_is_followed_and_how_many_versions_the_engine_is_behind(
+    watch: Watch, engine: FakeEngine, publisher: TestPublisher
+) -> None:
+    watcher = watch(engine)
+    assert (watcher.health.follow, watcher.health.newest, watcher.health.lag) == ("latest", "", 0)
+    publisher.publish()
+    step(watcher)
+    assert (watcher.health.newest, watcher.health.lag) == ("e1-v1", 0)
+    publisher.publish()
+    watcher.channel.poll()
+    assert (watcher.health.newest, watcher.health.lag) == ("e1-v2", 1)
 
 
 def test_a_burst_is_skipped_to_its_end(watch: Watch, engine: FakeEngine, publisher: TestPublisher) -> None:
@@ -122,7 +167,7 @@ def test_load_version_goes_back_and_forward_and_raises_what_goes_wrong(
     manifests = {n: publisher.publish() for n in range(1, 8)}
     watcher = watch(engine)
     for number in (7, 3, 7):
-        assert watcher.load_version(str(number)).label == f"e1-v{number}"
+        assert watcher.load_version(number).label == f"e1-v{number}"
         assert engine.weights == weights(root, manifests[number])
     os.unlink(shard_of(root, manifests[5]))
     with pytest.raises(BadShard, match="model-00002-of-00002"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ._http import Call, EngineHttp
+from ckptsync.engine_http import Call, EngineHttp
 
 
 class AdapterRoutes:

@@ -14,8 +14,7 @@ from ckptsync.shards.hf_folder import scan_checkpoint
 class SchemaMemory:
     """The schema of an engine, read once per boot.
 
-    It has to be the first look: SGLang 0.5.23 reports the folder of the last update as its model path, and
-    that folder is collected one day.
+    At the first look: the folder may be gone later, and its schema is still the one that the engine needs.
     """
 
     def __init__(self) -> None:
@@ -44,3 +43,12 @@ def refuse_adapter(version: StagedVersion, engine: str) -> None:
         raise EngineRefused(
             f"start: {version.label} is a LoRA adapter and {engine} is followed for full weights: use AdapterEngine"
         )
+
+
+def refuse_torn(version: StagedVersion) -> None:
+    """EngineRefused if a staged file lost its length since it was verified: some engines die of that."""
+    for track in version.manifest.tracks.values():
+        for file in track.files:
+            path = os.path.join(version.folder, file.name)
+            if not os.path.isfile(path) or os.path.getsize(path) != file.size:
+                raise EngineRefused(f"start: {version.folder} is not whole: {file.name} is not of {file.size} bytes")

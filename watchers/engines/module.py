@@ -9,16 +9,24 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 
 import msgspec
 import torch
 from torch import nn
 
+from ckptsync import canary
 from ckptsync.digest import digest, sha256
-from ckptsync.engine import Confirmation, EngineStatus, StagedVersion
-from ckptsync.errors import EngineDirty, EngineRefused, EngineUnavailable, ProofFailed
+from ckptsync.engine import Confirmation, EngineStatus, ReadBack, StagedVersion, Versioned
+from ckptsync.errors import (
+    EngineDirty,
+    EngineRefused,
+    EngineUnavailable,
+    InvalidInput,
+    ProofFailed,
+    UnsupportedTensor,
+)
 from ckptsync.export.module import find_ties, live_tensors
 from ckptsync.manifest import MAIN_TRACK, TensorEntry, TensorSpec, Track
 from ckptsync.shards.tensors import map_tensors, spec_of, tensor_bytes
@@ -71,12 +79,15 @@ class Gate:
         self._changed.notify_all()
 
 
-class ModuleEngine:
+class ModuleEngine(Versioned):
     """The adapter. The module must be dense and whole in this process, on any device.
 
     Names are the checkpoint's, as the publisher cleans them. A version's dtypes must be the module's; with
     `allow_cast` they are cast, and what was cast cannot be compared with the manifest. `pause_seconds`
     bounds the wait for computations under way.
+
+    InvalidInput for what is no module, EngineRefused for one with a tensor that cannot be loaded into, such as on the
+    meta device: materialize it first.
     """
 
     def __init__(
@@ -87,24 +98,43 @@ class ModuleEngine:
         allow_cast: bool = False,
         pause_seconds: float = PAUSE_SECONDS,
     ) -> None:
+        if not isinstance(module, nn.Module):
+            raise InvalidInput(f"an engine is made of a torch.nn.Module, not of {type(module).__name__}")
         self.module = module
         self.gate = Gate()
         self._name, self._allow_cast, self._pause_seconds = name, allow_cast, pause_seconds
         self._boot_id = uuid.uuid4().hex
         self._label = ""
+        self.schema()
 
     @property
     def name(self) -> str:
         return self._name
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        """Track -> module, for transports that copy into it."""
+        return {MAIN_TRACK: self.module}
+
+    def begin(self) -> None:
+        """From here on it may hold a mix: it has no label."""
+        self._label = ""
+
+    def hold(self, label: str) -> None:
+        """It holds all of this version, by another way than `update`."""
+        self._label = label
 
     def status(self) -> EngineStatus:
         return EngineStatus(label=self._label, boot_id=self._boot_id, paused=self.gate.is_shut)
 
     def schema(self) -> Mapping[str, TensorSpec]:
         """Parameters and persistent buffers, a tied tensor under its first name only."""
-        tensors = live_tensors(self.module)
-        ties = find_ties(tensors)
-        return {name: spec_of(name, tensor) for name, tensor in tensors.items() if name not in ties}
+        try:
+            tensors = live_tensors(self.module)
+            ties = find_ties(tensors)
+            return {name: spec_of(name, tensor) for name, tensor in tensors.items() if name not in ties}
+        except UnsupportedTensor as error:
+            raise EngineRefused(f"{self._name}: cannot be loaded into: {error}") from error
 
     def pause(self) -> None:
         if not self.gate.shut(self._pause_seconds):
@@ -139,18 +169,31 @@ class ModuleEngine:
         """Digest the live tensors and compare each with the manifest. ProofFailed names the first that
         differs.
 
-        The fingerprint is over all of them, in checkpoint order; equal weights give equal fingerprints.
+        The fingerprint is over all of them by name: equal weights give equal fingerprints, in whichever order a trainer
+        wrote them.
         """
         if self._label != version.label:
             raise ProofFailed(f"{self._name}: holds {self._label or 'no version'!r}, not {version.label}")
-        rows = []
-        for entry, tensor in _by_entry(self.module, _track(version)):
+        rows, compared = [], True
+        for entry, tensor in _by_entry(self.module, sorted(_track(version).tensors, key=_name)):
             found = digest(tensor_bytes(tensor), version.manifest.digest)
             same_dtype = spec_of(entry.name, tensor).dtype == entry.dtype
             if same_dtype and found != entry.digest:
                 raise ProofFailed(f"{self._name}: {entry.name} is not the one of {version.label}")
+            compared = compared and same_dtype
             rows.append((entry.name, found))
-        return Confirmation(label=self._label, fingerprint=sha256(msgspec.json.encode(rows)))
+        return Confirmation(label=self._label, fingerprint=sha256(msgspec.json.encode(rows)), read_back=compared)
+
+    def read_back(self) -> ReadBack:
+        return "values"
+
+    def score(self, token_ids: Sequence[int], first: int) -> list[float]:
+        """For a causal language model. EngineRefused for a module that does not answer as those of transformers."""
+        with self.gate:
+            try:
+                return canary.score(self.module, token_ids, first)
+            except (AttributeError, TypeError, IndexError, RuntimeError) as error:
+                raise EngineRefused(f"{self._name}: cannot score tokens: {type(error).__name__}: {error}") from error
 
     def resume(self) -> None:
         self.gate.open()
@@ -163,18 +206,21 @@ def _track(version: StagedVersion) -> Track:
     return version.manifest.tracks[MAIN_TRACK]
 
 
-def _by_entry(module: nn.Module, track: Track) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
-    """The manifest's tensors with the live ones of the same name, in checkpoint order, each live tensor
-    once."""
+def _by_entry(module: nn.Module, entries: Iterable[TensorEntry]) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+    """The manifest's tensors with the live ones of the same name, in their order, each live tensor once."""
     tensors = live_tensors(module)
     ties = find_ties(tensors)
     done: set[str] = set()
-    for entry in track.tensors:
+    for entry in entries:
         first = ties.get(entry.name, entry.name)
         if first in tensors and first not in done:
             done.add(first)
             yield entry, tensors[first]
 
 
+def _name(entry: TensorEntry) -> str:
+    return entry.name
+
+
 def _live(module: nn.Module, track: Track) -> Iterator[tuple[str, torch.Tensor]]:
-    return ((entry.name, tensor) for entry, tensor in _by_entry(module, track))
+    return ((entry.name, tensor) for entry, tensor in _by_entry(module, track.tensors))

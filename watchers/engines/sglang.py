@@ -8,8 +8,8 @@ Seen on SGLang 0.5.23:
 - With requests still queued it loads, then fails to flush, and answers 400 "Weights were updated, but the
   cache was not flushed": the new weights *are* serving, under the old label. `finish` makes up for both.
 - Without `weight_version` new weights keep the old label; a number instead of a string is refused.
-- After an update `/model_info` names the updated folder as model path, so the schema is that of the first
-  look.
+- After an update `/model_info` names the updated folder as model path; `/server_info` goes on to name the one of the
+  start, whose schema it is.
 - While it is paused `/ready` is 503 at once and `/health` after 20 s, which gets a pod killed: pause briefly.
 """
 
@@ -24,13 +24,16 @@ import httpx
 from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
 
 from ckptsync.digest import sha256
-from ckptsync.engine import Confirmation, EngineStatus, StagedVersion
+from ckptsync.engine import Confirmation, EngineStatus, StagedVersion, Versioned
+from ckptsync.engine_http import Call, EngineHttp, HttpOptions, Touch
 from ckptsync.errors import EngineRefused, InvalidInput, ProofFailed
 from ckptsync.manifest import TensorSpec
 
 from ._adapters import AdapterRoutes
-from ._http import Call, EngineHttp, HttpOptions, Touch
-from ._schema import SchemaMemory, refuse_adapter
+from ._kind import told_apart
+from ._probe import SglangProbe
+from ._proof import ChecksumProof
+from ._schema import SchemaMemory, refuse_adapter, refuse_torn
 
 PauseMode = Literal["retract", "abort", "in_place"]
 CachePolicy = Literal["flush", "keep"]
@@ -54,10 +57,6 @@ class SglangOptions(HttpOptions):
     """`keep` leaves the prefix cache: a prompt seen before is then answered from KV of the old weights. With
     `in_place` there is no other way, since a flush needs an idle scheduler."""
 
-    load_format: str = "auto"
-    """Passed with every load. `auto` reads safetensors from a local folder; an unknown one kills the
-    server."""
-
     fingerprint: bool = True
     """Ask for a checksum after each load."""
 
@@ -71,12 +70,15 @@ class SglangOptions(HttpOptions):
             raise InvalidInput("pause_mode 'in_place' keeps the KV of running requests: it needs cache='keep'")
 
 
-class SglangEngine(AdapterRoutes):
+class SglangEngine(ChecksumProof, AdapterRoutes, SglangProbe, Versioned):
     """One SGLang server, behind the engine contract."""
+
+    options: SglangOptions
 
     def __init__(
         self, url: str, options: SglangOptions | None = None, *, transport: httpx.BaseTransport | None = None
     ) -> None:
+        super().__init__()
         self.options = options or SglangOptions()
         self.http = EngineHttp(url, self.options, transport=transport)
         self._schema = SchemaMemory()
@@ -89,7 +91,8 @@ class SglangEngine(AdapterRoutes):
         return f"sglang@{self.http.url}"
 
     def status(self) -> EngineStatus:
-        label = self._model_info("status", "weight_version")
+        with told_apart("sglang", self.http.url, self.http.peek):
+            label = self._model_info("status", "weight_version")
         return EngineStatus(
             label="" if label == BASE_LABEL else label,
             boot_id=self._boot_id(),
@@ -98,7 +101,8 @@ class SglangEngine(AdapterRoutes):
 
     def schema(self) -> Mapping[str, TensorSpec] | None:
         """Read from the folder that the server was started with, where that is a folder on this host."""
-        return self._schema.get(self._boot_id(), self._model_info("schema", "model_path"))
+        info = self._server_info("schema")
+        return self._schema.get(boot_of(info), str(info.get("model_path", "")))
 
     def pause(self) -> None:
         self._pause("no")
@@ -108,7 +112,7 @@ class SglangEngine(AdapterRoutes):
         the update waits for every running request, and one in thirty cannot flush."""
         self._warnings = []
         self._unflushed = False
-        refuse_adapter(version, self.name)
+        self._refuse_unfit(version, "start")
         if self._ready("start"):
             raise EngineRefused(f"start: {self.name} is not paused; pause it before loading {version.label}")
 
@@ -137,7 +141,7 @@ class SglangEngine(AdapterRoutes):
             json={
                 "model_path": version.folder,
                 "weight_version": version.label,
-                "load_format": self.options.load_format,
+                "load_format": "auto",  # an unknown one kills the server
                 "flush_cache": self.options.cache == "flush",
             },
             touch="starts",
@@ -155,8 +159,7 @@ class SglangEngine(AdapterRoutes):
             self._flush()
             self.set_label(version.label)
             self._unflushed = False
-        if self.options.cache == "keep":
-            self._warnings.append("caches kept: KV of the old weights may be reused")
+        self._say_if_kept()
 
     def set_label(self, label: str) -> None:
         call = Call(
@@ -175,7 +178,9 @@ class SglangEngine(AdapterRoutes):
         if label != version.label:
             raise ProofFailed(f"confirm: {self.name} reports {label!r} after a load of {version.label!r}")
         fingerprint = self._fingerprint(version) if self.options.fingerprint else ""
-        return Confirmation(label=label, fingerprint=fingerprint, warnings=tuple(self._warnings))
+        return Confirmation(
+            label=label, fingerprint=fingerprint, read_back=self._was_read_back(), warnings=tuple(self._warnings)
+        )
 
     def resume(self) -> None:
         call = Call(step="resume", method="POST", path="/continue_generation", json={}, admin=True)
@@ -196,6 +201,23 @@ class SglangEngine(AdapterRoutes):
 
     def close(self) -> None:
         self.http.close()
+
+    def _refuse_unfit(self, version: StagedVersion, step: str) -> Mapping[str, Any]:
+        """EngineRefused for what SGLang would not survive, or what would leave a part of it on old weights. What the
+        server was started with, which is asked for only if the version itself is fit."""
+        refuse_adapter(version, self.name)
+        refuse_torn(version)
+        info = self._server_info(step)
+        if info.get("weight_cache_mode") not in (None, "off"):
+            raise EngineRefused(f"start: {self.name} shares its weights; restart it with --weight-cache-mode off")
+        drafts = info.get("speculative_draft_model_path")
+        if drafts not in (None, info.get("model_path")):
+            raise EngineRefused(f"start: {self.name} would load the target's weights into its draft model {drafts}")
+        return info
+
+    def _say_if_kept(self) -> None:
+        if self.options.cache == "keep":
+            self._warnings.append("caches kept: KV of the old weights may be reused")
 
     def _pause(self, touch: Touch) -> None:
         call = Call(
@@ -225,10 +247,11 @@ class SglangEngine(AdapterRoutes):
     def _boot_id(self) -> str:
         """From what SGLang draws and measures at its start: the random seed and the seconds each phase
         took."""
-        call = Call(step="status", method="GET", path="/server_info")
-        info = self.http.json_object(call)
-        drawn: list[Any] = [info.get("random_seed"), info.get("startup_time")]
-        return "" if drawn == [None, None] else sha256(json.dumps(drawn, sort_keys=True).encode())[:16]
+        return boot_of(self._server_info("status"))
+
+    def _server_info(self, step: str) -> dict[str, Any]:
+        """What it was started with; not what it has become since."""
+        return self.http.json_object(Call(step=step, method="GET", path="/server_info"))
 
     def _flush(self) -> None:
         """Flush, again until it succeeds. The route's own `timeout` is no use here: it waits for an empty
@@ -250,15 +273,15 @@ class SglangEngine(AdapterRoutes):
         if answer is None or not answer.text.startswith("Cache flushed"):
             raise self.http.failure(call, f"did not flush within {FLUSH_SECONDS:.0f} s")
 
-    def _fingerprint(self, version: StagedVersion) -> str:
+    def _checksum(self, seconds: float, touch: Touch) -> str:
         call = Call(
             step="fingerprint",
             method="POST",
             path="/weights_checker",
             json={"action": "checksum"},
-            touch="done",
+            touch=touch,
             accept=frozenset({200, 404}),
-            timeout=self.options.load_timeout(version.manifest.nbytes),
+            timeout=seconds,
             admin=True,
         )
         answer = self.http.send(call)
@@ -269,3 +292,8 @@ class SglangEngine(AdapterRoutes):
         if body.get("success") is not True or not isinstance(checksum, str) or not checksum:
             raise self.http.failure(call, f"answered {answer.text[:200]!r} instead of a checksum", ProofFailed)
         return checksum
+
+
+def boot_of(info: Mapping[str, Any]) -> str:
+    drawn: list[Any] = [info.get("random_seed"), info.get("startup_time")]
+    return "" if drawn == [None, None] else sha256(json.dumps(drawn, sort_keys=True).encode())[:16]

@@ -7,14 +7,15 @@ Weights are loaded by `reload_weights` through `/collective_rpc`. Seen on vLLM 0
   A complete load before that request repairs it. So what is loaded is verified before, and any failure of
   the load is EngineDirty.
 - It resets neither the prefix cache nor the label: `finish` does both, caches first.
-- The label lives in memory and is "default" after a restart.
+- The label lives in memory and is "default" after a restart. It outlives a sleep, which at level 2 the weights
+  do not.
 - The checksum route hashes parameters as the kernels hold them. The CPU build packs linear layers and
   leaves their parameters empty; such a checksum says nothing of them and is not passed on as a fingerprint.
 
 Dev mode opens `/collective_rpc` to whoever reaches the port, and `--api-key` guards the inference routes only
 (`/v1`, `/v2`, `/inference`): keep the port private.
 
-To load some other way, override `start`, `update` and `set_label`; the rest is the same for every way.
+To load some other way, override `start`, `update` and `end_update`; the rest is the same for every way.
 """
 
 from __future__ import annotations
@@ -28,12 +29,15 @@ from typing import Literal, get_args
 
 import httpx
 
-from ckptsync.engine import Confirmation, EngineStatus, StagedVersion
-from ckptsync.errors import EngineRefused, InvalidInput, ProofFailed
+from ckptsync.engine import Confirmation, EngineStatus, StagedVersion, Versioned
+from ckptsync.engine_http import Call, EngineHttp, HttpOptions, Touch
+from ckptsync.errors import EngineRefused, EngineUnavailable, InvalidInput, ProofFailed
 from ckptsync.manifest import TensorSpec
 
 from ._adapters import AdapterRoutes
-from ._http import Call, EngineHttp, HttpOptions
+from ._kind import told_apart
+from ._probe import VllmProbe
+from ._proof import ChecksumProof
 from ._schema import SchemaMemory, refuse_adapter
 
 PauseMode = Literal["keep", "wait", "abort"]
@@ -41,6 +45,8 @@ CachePolicy = Literal["flush", "keep"]
 
 BASE_LABEL = "default"
 BOOT_TIME = re.compile(r"^process_start_time_seconds (\S+)$", re.MULTILINE)
+AWAKE = re.compile(r'^vllm:engine_sleep_state\{[^}]*sleep_state="awake"[^}]*\} (\S+)$', re.MULTILINE)
+WAKE_UPS = re.compile(r'^http_requests_total\{handler="/wake_up"[^}]*\} (\S+)$', re.MULTILINE)
 OF_NOTHING = hashlib.sha256(b"").hexdigest()
 ADAPTERS = "It needs vLLM started with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."
 DEV_MODE = "It needs vLLM >= 0.27 started with VLLM_SERVER_DEV_MODE=1."
@@ -71,12 +77,15 @@ class VllmOptions(HttpOptions):
             raise InvalidInput(f"cache must be one of {get_args(CachePolicy)}, not {self.cache!r}")
 
 
-class VllmEngine(AdapterRoutes):
+class VllmEngine(ChecksumProof, AdapterRoutes, VllmProbe, Versioned):
     """One vLLM server, behind the engine contract."""
+
+    options: VllmOptions
 
     def __init__(
         self, url: str, options: VllmOptions | None = None, *, transport: httpx.BaseTransport | None = None
     ) -> None:
+        super().__init__()
         self.options = options or VllmOptions()
         self.http = EngineHttp(url, self.options, transport=transport)
         self._schema = SchemaMemory()
@@ -87,18 +96,19 @@ class VllmEngine(AdapterRoutes):
         return f"vllm@{self.http.url}"
 
     def status(self) -> EngineStatus:
-        label = self._label("status")
+        """EngineUnavailable while it sleeps."""
+        with told_apart("vllm", self.http.url, self.http.peek):
+            metrics = self._metrics()
+            if _asleep(metrics):
+                raise EngineUnavailable(f"status: {self.name} sleeps")
+            label = self._label("status")
         return EngineStatus(
-            label="" if label == BASE_LABEL else label, boot_id=self._boot_id(), paused=self._paused("status")
+            label="" if label == BASE_LABEL else label, boot_id=_boot_id(metrics), paused=self._paused("status")
         )
 
     def schema(self) -> Mapping[str, TensorSpec] | None:
         """Read from the folder that the server was started with, where that is a folder on this host."""
-        call = Call(step="schema", method="GET", path="/v1/models")
-        models = self.http.json_object(call).get("data")
-        if not isinstance(models, list):
-            raise self.http.failure(call, "answered without a list of models")
-        roots = [m.get("root") for m in models if isinstance(m, dict) and not m.get("parent")]  # no adapters
+        roots = [model.get("root") for model in self._base_models("schema")]
         root = roots[0] if roots else None
         return self._schema.get(self._boot_id(), root if isinstance(root, str) else "")
 
@@ -117,9 +127,12 @@ class VllmEngine(AdapterRoutes):
             raise self.http.failure(call, "answered 200, but /is_paused says it still computes")
 
     def start(self, version: StagedVersion) -> None:
-        """Nothing is sent: `reload_weights` is one call. An engine that computes is refused here."""
+        """Nothing is sent: `reload_weights` is one call. An engine that computes or sleeps is refused here: an
+        update while its memory is unmapped kills the engine core."""
         self._warnings = []
         refuse_adapter(version, self.name)
+        if _asleep(self._metrics()):
+            raise EngineRefused(f"start: {self.name} sleeps; its weights are loaded again after it wakes up")
         if not self._paused("start"):
             raise EngineRefused(f"start: {self.name} is not paused; pause it before loading {version.label}")
 
@@ -139,9 +152,14 @@ class VllmEngine(AdapterRoutes):
             raise self.http.failure(call, f"answered results {results!r} instead of one null from each worker")
 
     def finish(self, version: StagedVersion) -> None:
+        """The update ends, then caches are dropped, then the label says so; the resume comes last."""
+        self.end_update()
         if self.options.cache == "flush":
             self._flush()
         self.set_label(version.label)
+
+    def end_update(self) -> None:
+        """`reload_weights` has ended by itself."""
 
     def set_label(self, label: str) -> None:
         call = Call(
@@ -159,7 +177,9 @@ class VllmEngine(AdapterRoutes):
         if label != version.label:
             raise ProofFailed(f"confirm: {self.name} reports {label!r} after a load of {version.label!r}")
         fingerprint = self._fingerprint(version) if self.options.fingerprint else ""
-        return Confirmation(label=label, fingerprint=fingerprint, warnings=tuple(self._warnings))
+        return Confirmation(
+            label=label, fingerprint=fingerprint, read_back=self._was_read_back(), warnings=tuple(self._warnings)
+        )
 
     def resume(self) -> None:
         call = Call(step="resume", method="POST", path="/resume", admin=True)
@@ -187,11 +207,12 @@ class VllmEngine(AdapterRoutes):
         return bool(self.http.field(call, "is_paused", bool))
 
     def _boot_id(self) -> str:
-        """The API server's start time. Empty with several API servers, which export no process metrics;
-        there the label tells of a restart."""
+        return _boot_id(self._metrics())
+
+    def _metrics(self) -> str:
+        """Not there with several API servers, which export no process metrics: the label tells of a restart."""
         call = Call(step="status", method="GET", path="/metrics", accept=frozenset({200, 404}))
-        found = BOOT_TIME.search(self.http.send(call).text)
-        return found.group(1) if found else ""
+        return self.http.send(call).text
 
     def _flush(self) -> None:
         """Drop what was computed with the old weights. A stale prefix gives wrong tokens, so that one must
@@ -216,15 +237,15 @@ class VllmEngine(AdapterRoutes):
         if answer.status != 200 or said_no or (answer.text.strip() and not isinstance(answer.body, dict)):
             self._warnings.append(f"POST {path} did not reset: {answer.status} {answer.text[:200]}".rstrip())
 
-    def _fingerprint(self, version: StagedVersion) -> str:
+    def _checksum(self, seconds: float, touch: Touch) -> str:
         call = Call(
             step="fingerprint",
             method="POST",
             path="/weight_checker",
             json={"action": "checksum"},
-            touch="done",
+            touch=touch,
             accept=frozenset({200, 404}),
-            timeout=self.options.load_timeout(version.manifest.nbytes),
+            timeout=seconds,
             admin=True,
         )
         answer = self.http.send(call)
@@ -238,6 +259,18 @@ class VllmEngine(AdapterRoutes):
             self._warnings.append(f"no fingerprint: vLLM's checksum is of nothing for {empty} of {len(sums)} tensors")
             return ""
         return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
+
+
+def _asleep(metrics: str) -> bool:
+    """`/is_sleeping` (0.32) also says yes to a mere pause."""
+    return any(float(awake) == 0 for awake in AWAKE.findall(metrics))
+
+
+def _boot_id(metrics: str) -> str:
+    """The API server's start time, and how often it was woken up: at sleep level 2 it has lost its weights and kept
+    its label, and nobody may have looked while it slept."""
+    started, wakes = BOOT_TIME.search(metrics), sum(float(count) for count in WAKE_UPS.findall(metrics))
+    return (started.group(1) if started else "") + (f"+{wakes:.0f}" if wakes else "")
 
 
 def _flag(value: bool) -> str:

@@ -8,14 +8,11 @@ this user, as for any staged load.
 
 from __future__ import annotations
 
-import logging
-import re
-from dataclasses import replace
-
+from ckptsync import logs
 from ckptsync.engine import EngineStatus, StagedVersion
-from ckptsync.errors import EngineDirty, EngineRefused, EngineUnavailable
-from watchers.vllm_plugin.receipts import (
-    RankReceipt,
+from ckptsync.engine_http import Answer, Call
+from ckptsync.errors import EngineDirty
+from watchers.live.receipts import (
     await_ready,
     await_receipts,
     judge,
@@ -23,26 +20,18 @@ from watchers.vllm_plugin.receipts import (
     receipt_folder,
 )
 
-from ._http import Answer, Call
+from ._proof import RankProof
 from .vllm import VllmEngine
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 BACKEND = """Was it started with --weight-transfer-config '{"backend": "ckptsync"}' and VLLM_SERVER_DEV_MODE=1?"""
-AWAKE = re.compile(r'^vllm:engine_sleep_state\{[^}]*sleep_state="awake"[^}]*\} (\S+)$', re.MULTILINE)
 NO_RECEIPT_SECONDS = 1.0
 """After an error without any receipt: no worker of ours has seen the call."""
 
 
-class VllmTransferEngine(VllmEngine):
+class VllmTransferEngine(RankProof, VllmEngine):
     """One vLLM server that has the plugin, behind the engine contract."""
-
-    receipts: list[RankReceipt] = []  # noqa: RUF012 - replaced, never changed
-    """Of the last update: which way each rank loaded, and how it proved it."""
-
-    _boot = ""
-    _checksums = False
-    _slept, _wakes = False, 0
 
     def prepare(self, version: StagedVersion) -> bool:
         """Before the pause: let every rank gather the version into pinned memory. False if that was not to be
@@ -63,8 +52,6 @@ class VllmTransferEngine(VllmEngine):
     def start(self, version: StagedVersion) -> None:
         """Opens vLLM's session; the model is not touched. EngineRefused while it sleeps or computes."""
         super().start(version)
-        if self._asleep():
-            raise EngineRefused(f"start: {self.name} sleeps; its weights are loaded again after it wakes up")
         call = Call(
             step="start",
             method="POST",
@@ -97,45 +84,18 @@ class VllmTransferEngine(VllmEngine):
         if answer.status != 200:
             raise EngineDirty(f"load: every rank holds {version.label}, yet vLLM answered {answer.text[:300]}")
         self._warnings += notes(self.receipts)
-        log.info("%s: %s: %s", self.name, version.label, "; ".join(notes(self.receipts)))
+        more = logs.about(version.manifest.id, event="loaded-by-ranks", engine=self.name)
+        log.info("%s: %s: %s", self.name, version.label, "; ".join(notes(self.receipts)), extra=more)
 
-    def set_label(self, label: str) -> None:
-        call = Call(
-            step="label",
-            method="POST",
-            path="/finish_weight_update",
-            json={"weight_version": label},
-            touch="done",
-            admin=True,
-        )
+    def end_update(self) -> None:
+        """Before caches are dropped: a flush does not belong into an open session."""
+        call = Call(step="finish", method="POST", path="/finish_weight_update", json={}, touch="done", admin=True)
         self.http.send(call)
 
     def status(self) -> EngineStatus:
-        """EngineUnavailable while it sleeps. Awake again it counts as restarted: at level 2 it has lost its
-        weights and kept its label."""
-        if self._asleep():
-            self._slept = True
-            raise EngineUnavailable(f"status: {self.name} sleeps")
-        if self._slept:
-            self._slept, self._wakes = False, self._wakes + 1
         status = super().status()
-        if self._wakes:
-            status = replace(status, boot_id=f"{status.boot_id}+{self._wakes}")
-        if status.boot_id != self._boot:
-            self._boot, self._checksums = status.boot_id, False
+        self._remember(status.boot_id)
         return status
-
-    def _asleep(self) -> bool:
-        """From the metrics: `/is_sleeping` (0.32) also says yes to a mere pause."""
-        call = Call(step="status", method="GET", path="/metrics", accept=frozenset({200, 404}))
-        return any(float(awake) == 0 for awake in AWAKE.findall(self.http.send(call).text))
-
-    def _fingerprint(self, version: StagedVersion) -> str:
-        """Where the values were not read back, vLLM's own checksum; always, once it was needed: one engine's
-        fingerprints are compared with each other."""
-        if any(receipt.proof == "none" for receipt in self.receipts):
-            self._checksums = True
-        return super()._fingerprint(version) if self._checksums else ""
 
     def _send(self, version: StagedVersion, receipts: str) -> tuple[Call, Answer]:
         info = {

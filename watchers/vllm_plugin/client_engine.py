@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
-import logging
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from ckptsync.engine import Confirmation, EngineStatus, StagedVersion
+from ckptsync import logs
+from ckptsync.engine import Confirmation, EngineStatus, ReadBack, StagedVersion, Versioned
 from ckptsync.errors import EngineDirty, EngineError, EngineRefused, EngineUnavailable, ProofFailed
 from ckptsync.manifest import TensorSpec
+from watchers.engines._application import Application
 from watchers.engines._schema import folder_schema
+from watchers.live.receipts import await_ready, await_receipts, judge, notes, receipt_folder
 
-from .receipts import await_ready, await_receipts, judge, notes, receipt_folder
-
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 T = TypeVar("T")
 
@@ -27,7 +26,7 @@ LOAD_RATE = 100e6
 """Bytes per second that a load does at least."""
 
 
-class ClientEngine:
+class ClientEngine(Versioned):
     """One engine, driven from the watcher's thread on the server's event loop."""
 
     def __init__(
@@ -37,8 +36,8 @@ class ClientEngine:
         self._boot_id = uuid.uuid4().hex  # the engine does not outlive its API server
         self._label = ""
         self._notes: tuple[str, ...] = ()
-        parallel = client.vllm_config.parallel_config
-        self._ranks: int = parallel.world_size_across_dp
+        self._read_back = True
+        self._ranks = _ranks_reached(client.vllm_config.parallel_config)
         self._base_schema = folder_schema(client.vllm_config.model_config.model)
 
     @property
@@ -49,12 +48,13 @@ class ClientEngine:
         if getattr(self.client, "errored", False):
             raise EngineUnavailable("status: vLLM's engine core is dead")
         if asleep():
-            # Awake again it counts as restarted: at level 2 it has lost its weights and kept its label.
-            self._boot_id = uuid.uuid4().hex
+            self._boot_id = uuid.uuid4().hex  # who is in this process may wake it up without a request
             raise EngineUnavailable("status: the engine sleeps")
         label = self._reported_label()
         paused = bool(self._ask("status", self.client.is_paused()))
-        return EngineStatus(label="" if label == BASE_LABEL else label, boot_id=self._boot_id, paused=paused)
+        # Woken up it counts as restarted: at level 2 it has lost its weights and kept its label.
+        boot_id = f"{self._boot_id}+{wake_ups()}"
+        return EngineStatus(label="" if label == BASE_LABEL else label, boot_id=boot_id, paused=paused)
 
     def schema(self) -> Mapping[str, TensorSpec] | None:
         """What is in the folder that the server was started with. None for a folder without weights: the workers
@@ -87,7 +87,7 @@ class ClientEngine:
         try:
             self._ask("start", self.client.start_weight_update())
         except EngineRefused:  # a session that nobody ended
-            self._finish(None)
+            self._end_update()
             self._ask("start", self.client.start_weight_update())
 
     def update(self, version: StagedVersion) -> None:
@@ -115,36 +115,64 @@ class ClientEngine:
         if failure is not None:
             raise failure
         self._notes = notes(receipts)
-        log.info("%s: %s", version.label, "; ".join(self._notes))
+        self._read_back = all(receipt.proof != "none" for receipt in receipts)
+        more = logs.about(version.manifest.id, event="loaded-by-ranks")
+        log.info("%s: %s", version.label, "; ".join(self._notes), extra=more)
 
     def finish(self, version: StagedVersion) -> None:
+        """The session ends, then caches are dropped, then the label says so; the resume comes last."""
+        self._end_update()
         if self.cache == "flush":
             if self._ask("flush", self.client.reset_prefix_cache(True), kind=EngineDirty) is False:
                 raise EngineDirty("flush: vLLM could not drop what was computed with the old weights")
             self._ask("flush", self.client.reset_mm_cache(), kind=EngineDirty)
             self._ask("flush", self.client.reset_encoder_cache(), kind=EngineDirty)
-        self._finish(version.label)
+        set_label = getattr(self.client, "update_weight_version", None)
+        if set_label is not None:  # since 0.27; before, this adapter remembers
+            self._ask("label", set_label(version.label), kind=EngineDirty)
+        self._label = version.label
 
     def confirm(self, version: StagedVersion) -> Confirmation:
         label = self._reported_label()
         if label != version.label:
             raise ProofFailed(f"confirm: the engine reports {label!r} after a load of {version.label!r}")
-        return Confirmation(label=label, warnings=self._notes)
+        return Confirmation(label=label, read_back=self._read_back, warnings=self._notes)
+
+    def read_back(self) -> ReadBack:
+        """By the workers, until one of them says that it could not."""
+        return "values" if self._read_back else "none"
+
+    def score(self, token_ids: Sequence[int], first: int) -> list[float]:
+        """vLLM reads no prefix cache for log-probabilities of a prompt."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        rows = self._ask("score", self._last(token_ids, params)).prompt_logprobs
+        return [float(rows[at][token_ids[at]].logprob) for at in range(first, len(token_ids))]
+
+    async def _last(self, token_ids: Sequence[int], params: Any) -> Any:
+        """The last output of a request."""
+        request_id = f"ckptsync-{uuid.uuid4().hex}"
+        async for output in self.client.generate({"prompt_token_ids": list(token_ids)}, params, request_id):
+            last = output
+        return last
 
     def resume(self) -> None:
         self._ask("resume", self.client.resume_generation())
         if self._ask("resume", self.client.is_paused()):
             raise EngineRefused("resume: the engine is still paused")
 
+    def routes(self) -> Application:
+        """vLLM's own routes over this client, for the fast transports; there is no port that others reach."""
+        from .routes import own_routes
+
+        return Application(own_routes(self.client), self.loop)
+
     def close(self) -> None:
         """The server owns the client."""
 
-    def _finish(self, label: str | None) -> None:
-        finish: Callable[..., Coroutine[Any, Any, None]] = self.client.finish_weight_update
-        knows_labels = bool(inspect.signature(finish).parameters)  # since 0.27; before, this adapter remembers
-        work = finish(label) if label is not None and knows_labels else finish()
-        self._ask("label", work, kind=EngineDirty)
-        self._label = label or self._label
+    def _end_update(self) -> None:
+        self._ask("finish", self.client.finish_weight_update(), kind=EngineDirty)
 
     def _reported_label(self) -> str:
         read = getattr(self.client, "get_weight_version", None)
@@ -173,11 +201,26 @@ class ClientEngine:
 
 def asleep() -> bool:
     """From the server's own metrics: `is_sleeping` (0.32) also says yes to a mere pause."""
+    return any(sample.value == 0 for sample in _samples(SLEEP_STATE) if sample.labels.get("sleep_state") == "awake")
+
+
+def wake_ups() -> int:
+    """How often the server was asked to wake up, also while nobody looked."""
+    found = (sample for sample in _samples("http_requests") if sample.labels.get("handler") == "/wake_up")
+    return sum(int(sample.value) for sample in found if sample.name == "http_requests_total")
+
+
+def _samples(metric: str) -> list[Any]:
     from prometheus_client import REGISTRY
 
-    metrics = (metric for metric in REGISTRY.collect() if metric.name == SLEEP_STATE)
-    samples = (sample for metric in metrics for sample in metric.samples)
-    return any(sample.labels.get("sleep_state") == "awake" and sample.value == 0 for sample in samples)
+    return [sample for each in REGISTRY.collect() if each.name == metric for sample in each.samples]
+
+
+def _ranks_reached(parallel: Any) -> int:
+    """Workers that a call to this API server reaches: behind an outer load balancer, those of its own replicas."""
+    if getattr(parallel, "local_engines_only", False):
+        return int(parallel.world_size * parallel.data_parallel_size_local)
+    return int(parallel.world_size_across_dp)
 
 
 def _load_seconds(version: StagedVersion) -> float:

@@ -1,45 +1,45 @@
-"""Does a vLLM model compute from its parameters alone? If not, copies into them change too little.
-
-A list of what is known to be plain, not of what is known to be otherwise: a new kernel layout costs the copy
-plan, never correctness. The read-back cannot tell, since it looks at parameters only.
-"""
+"""What vLLM's layers compute from beside their parameters."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-PLAIN_METHODS = {"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
-PLAIN_MODULES = {"Attention", "EncoderOnlyAttention", "CrossAttention", "MMEncoderAttention"}
-"""Their `process_weights_after_loading` derives nothing from checkpoint parameters (0.26, 0.32)."""
+from watchers.live.derived import PLAIN_METHODS, first_with_more
+
+PLAIN_MODULES = {"Attention", "EncoderOnlyAttention", "CrossAttention", "MMEncoderAttention"} | PLAIN_METHODS
+"""Their `process_weights_after_loading` derives nothing from checkpoint parameters (0.26, 0.32). A method for experts
+is a module too."""
+
+PLAIN_EXPERTS = {"TRITON", "BATCHED_TRITON"}
+"""Kernels that compute from `w13_weight` and `w2_weight` as they are loaded (0.32, `oracle/unquantized.py`)."""
 
 NOT_DERIVED = {"kv_cache", "_k_scale_cpu", "_v_scale_cpu", "q_range", "k_range", "v_range", "cos_sin_cache"}
 
 
 def holds_more_than_parameters(model: torch.nn.Module) -> str:
     """Why copies would not do, naming the first module; empty if they do."""
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    for name, module in model.named_modules():
-        if why := _more(module, own):
-            return f"{name or 'the model'} ({type(module).__name__}) {why}"
-    return ""
+    return first_with_more(model, _more, NOT_DERIVED)
 
 
-def _more(module: torch.nn.Module, own: set[int]) -> str:
-    method = type(getattr(module, "quant_method", None)).__name__
-    if method not in PLAIN_METHODS:
-        return f"keeps its weights as {method} does"
+def _more(module: torch.nn.Module) -> str:
     # The CPU build's packed matrix lives in the closure; its plain fallback has none.
     if getattr(vars(module).get("cpu_linear"), "__closure__", None):
         return "computes from a packed copy"
+    if why := _of_experts(module):
+        return why
     if hasattr(module, "process_weights_after_loading") and type(module).__name__ not in PLAIN_MODULES:
         return "derives something from its weights after loading"
     if getattr(getattr(module, "impl", None), "sinks", None) is not None:
         return "hands its attention sinks to a kernel, which may cast them"
-    for key, value in vars(module).items():
-        if isinstance(value, torch.Tensor) and key not in NOT_DERIVED and _foreign(value, own):
-            return f"holds a tensor {key} beside its parameters"
     return ""
 
 
-def _foreign(tensor: torch.Tensor, own: set[int]) -> bool:
-    return tensor.numel() > 0 and tensor.untyped_storage().data_ptr() not in own
+def _of_experts(experts: Any) -> str:
+    backend = getattr(getattr(experts, "quant_method", None), "unquantized_backend", None)
+    if backend is None:
+        return ""
+    if backend.name not in PLAIN_EXPERTS:
+        return f"packs its experts for the kernel {backend.name}"
+    return "moves its experts between ranks" if experts.moe_config.moe_parallel_config.enable_eplb else ""

@@ -3,31 +3,36 @@
     VLLM_PLUGINS=ckptsync CKPTSYNC_ROOT=… vllm serve … --weight-transfer-config '{"backend": "ckptsync"}'
 
 `GET /plugins/ckptsync/health` says which version is proven and why not a newer one: 200 if ready, else 503.
-Of several API servers of one port, and of none at all after a crash, the one that holds the lock in the stage
-runs the watcher; the others wait for the lock, and their health answers `waiting`.
+Of several API servers of one port, and of none at all after a crash, the one that holds the engine's claim runs
+the watcher; the others wait for it, and their health answers `waiting`. So does one beside which `ckptsync watch` runs.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import logging
+import atexit
 import os
 import threading
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ckptsync.errors import CkptSyncError, InvalidInput
-from watchers import locks
+from ckptsync import logs
+from ckptsync.errors import CkptSyncError, EngineRefused, InvalidInput, StoreError
+from watchers import levels
+from watchers.claims import claimed
 from watchers.watcher import Watcher
 
 from .client_engine import ClientEngine
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 PREFIX = "/plugins/ckptsync"
 RETRY_SECONDS = 5.0
+
+EXIT_SECONDS = 5.0
+"""For the last step at exit. One that is in mid-load waits for an engine that is ending too, and is left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +46,8 @@ class Settings:
     poll: float = 1.0
     pause_mode: str = "keep"
     cache: str = "flush"
+    proof: int = levels.DEFAULT
+    require_signature: str | None = None
 
     def __post_init__(self) -> None:
         if self.pause_mode not in {"keep", "wait", "abort"}:
@@ -61,6 +68,10 @@ def settings_from(environ: Mapping[str, str]) -> Settings | None:
         found["poll"] = float(found.get("poll", "1.0"))
     except ValueError:
         raise InvalidInput("CKPTSYNC_POLL is a positive number of seconds") from None
+    try:
+        found["proof"] = levels.check_level(int(found.get("proof", levels.DEFAULT)))
+    except ValueError as error:
+        raise InvalidInput(f"CKPTSYNC_PROOF: {error}") from None
     return Settings(**found)
 
 
@@ -86,32 +97,34 @@ class CkptsyncEndpoint:
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:  # noqa: ARG002 - vLLM's signature
         """Starts the watcher's thread. A server without CKPTSYNC_ROOT serves what it was started with."""
         if self.settings is None or engine_client is None:
-            log.warning("CKPTSYNC_ROOT is not set: no version will be followed")
+            log.warning("CKPTSYNC_ROOT is not set: no version will be followed", extra={"event": "no-root"})
             return
         options = {"pause_mode": self.settings.pause_mode, "cache": self.settings.cache}
         engine = ClientEngine(engine_client, asyncio.get_running_loop(), **options)
-        self.follower = Follower(self.settings, engine, f"{args.host}:{args.port}")
+        host = args.host or "127.0.0.1"
+        self.follower = Follower(self.settings, engine, f"http://{f'[{host}]' if ':' in host else host}:{args.port}")
         self.follower.start()
 
 
 class Follower:
-    """The watcher's thread in one API server; it ends with the process."""
+    """The watcher's thread in one API server; it ends with the process, and is given a moment to say so."""
 
-    def __init__(self, settings: Settings, engine: ClientEngine, address: str) -> None:
-        self.settings, self.engine = settings, engine
-        key = hashlib.sha256(address.encode()).hexdigest()[:12]
-        self._lock = os.path.join(settings.stage, f".leader-{key}")
+    def __init__(self, settings: Settings, engine: ClientEngine, url: str) -> None:
+        self.settings, self.engine, self.url = settings, engine, url
         self._watcher: Watcher | None = None
         self._reason = ""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ckptsync-watcher", daemon=True)
 
     def start(self) -> None:
+        atexit.register(self.stop, EXIT_SECONDS)
         self._thread.start()
 
-    def stop(self) -> None:
+    def stop(self, seconds: float | None = None) -> None:
+        """End the watcher, which withdraws its receipt, after what it is at; wait so long at most."""
+        atexit.unregister(self.stop)
         self._stop.set()
-        self._thread.join()
+        self._thread.join(seconds)
 
     def health(self) -> dict[str, Any]:
         if self._watcher is None:
@@ -119,30 +132,33 @@ class Follower:
         return asdict(self._watcher.health)
 
     def _run(self) -> None:
-        handle = self._lead()
-        if handle is None:
-            return
-        try:
-            watcher = self._open()
-            if watcher is not None:
-                self._watcher = watcher
-                watcher.run(self._stop)
-                watcher.close()
-        except Exception:
-            self._watcher, self._reason = None, "the watcher failed; see the log"
-            log.exception("the watcher ended: no newer version will be loaded")
-            raise
-        finally:
-            os.close(handle)
+        with ExitStack() as claim:
+            try:
+                watcher = self._open() if self._lead(claim) else None
+                if watcher is not None:
+                    self._watcher = watcher
+                    watcher.run(self._stop)
+                    watcher.close()
+            except Exception:
+                self._watcher, self._reason = None, "the watcher failed; see the log"
+                log.exception("the watcher ended: no newer version will be loaded", extra={"event": "watch-ended"})
+                raise
 
-    def _lead(self) -> int | None:
-        """The lock, once no other API server of this address holds it."""
-        self._reason = "another API server of this engine leads"
-        os.makedirs(self.settings.stage, mode=0o700, exist_ok=True)
-        while (handle := locks.acquire(self._lock, exclusive=True, wait=False)) is None:
+    def _lead(self, claim: ExitStack) -> bool:
+        """Once no other API server of this engine, and no watcher beside it, follows a channel."""
+        while True:
+            try:
+                claim.enter_context(claimed(self.settings.stage, self.url, self.settings.root))
+            except EngineRefused as error:
+                self._reason = f"another API server of this engine leads, or a watcher beside it: {error}"
+            except StoreError as error:
+                if self._reason != str(error):
+                    log.warning("%s; trying again", error, extra={"event": "away", "kind": error.kind})
+                self._reason = str(error)
+            else:
+                return True
             if self._stop.wait(RETRY_SECONDS):
-                return None
-        return handle
+                return False
 
     def _open(self) -> Watcher | None:
         """The channel may not be there yet: the trainer may start after the engine."""
@@ -156,11 +172,13 @@ class Follower:
                     stage=settings.stage,
                     reader=settings.reader or None,
                     poll=settings.poll,
+                    proof=settings.proof,
+                    require_signature=settings.require_signature,
                 )
             except InvalidInput:
                 raise
             except CkptSyncError as error:
                 self._reason = f"{settings.root}: {error}"
-                log.warning("%s; trying again", self._reason)
+                log.warning("%s; trying again", self._reason, extra={"event": "away", "kind": error.kind})
             if self._stop.wait(RETRY_SECONDS):
                 return None

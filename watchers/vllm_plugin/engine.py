@@ -1,15 +1,11 @@
 """The weight transfer engine `ckptsync`: one in each worker of vLLM 0.26 to 0.33.
 
-What travels is a folder's name and a digest; the bytes are on the worker's host, verified. The live model is
-touched in `receive_weights` only, so that a start without an update leaves nothing behind.
-
-Seen on vLLM 0.32: after one wrong shape every later good reload fails too, since the bad tensor stays buffered
-in the layerwise state. `_clean` clears it; rollback and forward were exact after that.
+What travels is a folder's name and a digest; the bytes are on the worker's host, verified. Or a trainer broadcasts them
+(`stream`). The live model is touched in `receive_weights` only: a start without an update leaves nothing behind.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,23 +18,23 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.model_executor.model_loader import get_model_loader
-from vllm.model_executor.model_loader.reload import (
-    finalize_layerwise_reload,
-    initialize_layerwise_reload,
-)
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from ckptsync.engine import StagedVersion
-from ckptsync.errors import BadManifest, CkptSyncError, EngineRefused
-from ckptsync.layout import SELF_COPY
-from ckptsync.manifest import MAX_BYTES, TensorSpec, decode
+from ckptsync.errors import CkptSyncError, EngineRefused, SchemaMismatch
+from ckptsync.manifest import TensorSpec
 from ckptsync.shards.tensors import spec_of
 from watchers.engines._schema import folder_schema
+from watchers.live.announced import announced
+from watchers.live.model import EngineSide, LiveModel
+from watchers.live.outcome import Outcome
+from watchers.live.receipts import receipt_of, write_ready, write_receipt
 
 from . import loader
 from .derived import holds_more_than_parameters
-from .live import EngineSide, LiveModel, Outcome
-from .receipts import receipt_of, write_ready, write_receipt
+from .reload import Reload, reload
+from .stream import BroadcastInfo, JoinInfo, Stream
+
+WITHOUT_WEIGHTS = {"ngram", "ngram_gpu", "suffix"}
+"""Ways to guess tokens from the text so far. vLLM 0.32 names the target as the draft model of the first two."""
 
 
 @dataclass
@@ -77,7 +73,7 @@ class CkptsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.live = LiveModel(
             model,
             EngineSide(
-                reload=self._reload,
+                reload=lambda weights: reload(model, self.model_config, weights),
                 base=self._base,
                 schema=self._schema_of_start,
                 unplannable=lambda: holds_more_than_parameters(model),
@@ -85,22 +81,38 @@ class CkptsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         )
         self.live.good = loader.started_on
         self.outcome: Outcome | None = None
+        self._stream = Stream()
+        self._broadcast: Reload | None = None
 
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Returns at once, while a thread of its own gets ready."""
-        if init_info.folder:
-            version = _staged(init_info.folder, init_info.manifest_digest)
+    def parse_init_info(self, init_dict: dict[str, Any]) -> Any:
+        return _parsed(JoinInfo, init_dict) if "master_address" in init_dict else super().parse_init_info(init_dict)
+
+    def parse_update_info(self, update_dict: dict[str, Any]) -> Any:
+        return _parsed(BroadcastInfo, update_dict) if "names" in update_dict else super().parse_update_info(update_dict)
+
+    def init_transfer_engine(self, init_info: InitInfo | JoinInfo) -> None:
+        """Joins a trainer's group; or returns at once, while a thread of its own gets ready for a staged version.
+        EngineRefused, before a pause, as by an update."""
+        if isinstance(init_info, JoinInfo):
+            self._stream.join(init_info, self._rank())
+        elif init_info.folder:
+            self._refuse_drafts()
+            version = announced(init_info.folder, init_info.manifest_digest)
             self.live.prepare(version, lambda: write_ready(init_info.receipts, self._rank()))
 
     def start_weight_update(self) -> None:
-        """Nothing is touched yet."""
+        """Nothing is touched yet; what a broadcast that broke off has left buffered is thrown away."""
         self.outcome = None
+        self._break_off()
 
-    def receive_weights(self, update_info: UpdateInfo) -> None:
+    def receive_weights(self, update_info: UpdateInfo | BroadcastInfo) -> None:
         """Load, prove, and say how it went, in a receipt and by raising; after an error see `live.Outcome`."""
+        if isinstance(update_info, BroadcastInfo):
+            self._receive(update_info)
+            return
         try:
             self._refuse_drafts()
-            version = _staged(update_info.folder, update_info.manifest_digest)
+            version = announced(update_info.folder, update_info.manifest_digest)
         except CkptSyncError as error:
             self.outcome = Outcome(state="refused", error=error)
         else:
@@ -115,7 +127,8 @@ class CkptsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise self.outcome.error
 
     def finish_weight_update(self) -> None:
-        """The update was finished when it was received."""
+        """The update was finished when it was received. A broadcast that has not ended is that of a dead trainer."""
+        self._break_off()
 
     def shutdown(self) -> None:
         self.live.close()
@@ -134,26 +147,36 @@ class CkptsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _refuse_drafts(self) -> None:
         speculative = self.vllm_config.speculative_config
         draft = getattr(speculative, "draft_model_config", None)
-        if draft is not None:
+        if draft is not None and speculative.method not in WITHOUT_WEIGHTS:
             raise EngineRefused(f"the draft model {draft.model} would keep its old weights; start without it")
 
-    def _reload(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        try:
-            initialize_layerwise_reload(self.model)
-            self.model.load_weights(weights)
-            finalize_layerwise_reload(self.model, self.model_config)
-        except BaseException:
-            self._clean()
-            raise
+    def _receive(self, info: BroadcastInfo) -> None:
+        """Some of the weights, or the end of them; SchemaMismatch if not all have come."""
+        with set_current_vllm_config(self.vllm_config), torch.no_grad():
+            if self._broadcast is None:
+                self._refuse_drafts()
+                self.live.overwrite()
+                self._broadcast, self._stream.received = Reload(self.model, self.model_config), set()
+            if info.names:
+                self._broadcast.load(self._stream.receive(info))
+                self._stream.received.update(info.names)
+                return
+            self._check_complete(self._stream.received)
+            self._broadcast.finish()
+        self._broadcast = None
+        self.live.overwritten()
+        loader.let_go()
 
-    def _clean(self) -> None:
-        """Throw away what is buffered, and put the layers together again: a well-formed model with mixed values."""
-        for module in self.model.modules():
-            info = get_layerwise_info(module)
-            if info.can_load():
-                info.loaded_weights.clear()
-                info.load_numel = 0
-        finalize_layerwise_reload(self.model, self.model_config)
+    def _check_complete(self, received: set[str]) -> None:
+        # A trainer sends tied weights once, whatever the checkpoint that the engine was started with has.
+        tied = {"lm_head.weight"} if getattr(self.model_config.hf_text_config, "tie_word_embeddings", False) else set()
+        if missing := sorted((self._schema_of_start() or {}).keys() - received - tied):
+            raise SchemaMismatch(f"the broadcast has nothing for {len(missing)} tensors ({missing[0]}, …)")
+
+    def _break_off(self) -> None:
+        broadcast, self._broadcast = self._broadcast, None
+        if broadcast is not None:
+            broadcast.abandon()
 
     def _base(self) -> Iterable[tuple[str, torch.Tensor]]:
         model_loader: Any = get_model_loader(self.vllm_config.load_config)
@@ -170,13 +193,9 @@ class CkptsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return {name: spec_of(name, tensor) for name, tensor in self._base()}
 
 
-def _staged(folder: str, manifest_digest: str) -> StagedVersion:
-    path = os.path.join(folder, SELF_COPY)
+def _parsed(kind: type[Any], found: dict[str, Any]) -> Any:
+    """ValueError, as from vLLM's own, for fields that it has not."""
     try:
-        with open(path, "rb") as file:
-            manifest = decode(file.read(MAX_BYTES + 1))
-    except OSError as error:
-        raise EngineRefused(f"{path} cannot be read on this rank's host: {error}") from error
-    if manifest.manifest_digest != manifest_digest:
-        raise BadManifest(f"{path} is another version's manifest than the one announced")
-    return StagedVersion(manifest=manifest, folder=folder)
+        return kind(**found)
+    except TypeError as error:
+        raise ValueError(f"invalid {kind.__name__}: {error}") from error

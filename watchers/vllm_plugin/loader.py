@@ -10,7 +10,6 @@ where there are any.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 from vllm.model_executor.model_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
+from ckptsync import logs
 from ckptsync.channel import Channel
 from ckptsync.engine import StagedVersion
 from ckptsync.errors import ChannelEmpty, InvalidInput, SchemaMismatch
@@ -27,7 +27,7 @@ from ckptsync.manifest import MAIN_TRACK, TensorSpec, tensor_specs
 from ckptsync.shards.tensors import map_tensors
 from watchers.stage import Stage
 
-log = logging.getLogger(__name__)
+log = logs.get(__name__)
 
 started_on: StagedVersion | None = None
 """The version that this process's model was loaded from; None for other loaders, and on an empty channel."""
@@ -42,6 +42,7 @@ class LoaderConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     root: str
     version: str = "latest"
     stage: str = "/dev/shm/ckptsync"  # noqa: S108 - the stage checks that its folder there is our own
+    require_signature: str | None = None
 
 
 def schema_started_on() -> Mapping[str, TensorSpec] | None:
@@ -78,13 +79,16 @@ class CkptsyncModelLoader(BaseModelLoader):
         stage = Stage(self.config.stage)
         version = self._due(stage)
         if version is None:
-            log.warning("the channel %s is empty: starting on the weights of %s", self.config.root, model_config.model)
+            more = {"event": "channel-empty", "channel": self.config.root}
+            text = "the channel %s is empty: starting on the weights of %s"
+            log.warning(text, self.config.root, model_config.model, extra=more)
             self._default.load_weights(model, model_config)
             return
         loaded = model.load_weights(_tensors(version))  # type: ignore[operator]
         _check_complete(version, model, loaded, model_config)
         started_on, _holding = version, stage
-        log.info("loaded %s from %s", version.label, self.config.root)
+        more = logs.about(version.manifest.id, event="started-on", channel=self.config.root)
+        log.info("loaded %s from %s", version.label, self.config.root, extra=more)
 
     def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """For `reload_weights`: the version that is due now."""
@@ -96,7 +100,7 @@ class CkptsyncModelLoader(BaseModelLoader):
             stage.close()
 
     def _due(self, stage: Stage) -> StagedVersion | None:
-        channel = Channel.open(self.config.root)
+        channel = Channel.open(self.config.root, require_signature=self.config.require_signature)
         try:
             manifest = channel.latest() if self.config.version == "latest" else channel.resolve(self.config.version)
         except ChannelEmpty:

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
+import forks
+
 _alive: list[object] = []  # a torch.library.Library undoes its definitions when it is collected
 
 
@@ -56,4 +58,5 @@ class BeforeImport(importlib.abc.MetaPathFinder):
         return None
 
 
+forks.instead_of_spawning()
 sys.meta_path.insert(0, BeforeImport({"torchvision": declare_torchvision_operators, "sglang": drop_pin_memory}))

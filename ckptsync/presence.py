@@ -1,0 +1,28 @@
+"""Are a version's files there, each of its size? What listings tell, without a byte being read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from .layout import DATA, trainer_files
+from .manifest import FileEntry, Manifest
+from .store.base import Store
+
+
+def sizes(store: Store, folder: str = DATA) -> dict[str, int]:
+    """Path -> bytes of every plain file in the folder, by one listing."""
+    return {entry.path: entry.size for entry in store.list(folder)}
+
+
+def absent_files(manifest: Manifest, listed: Mapping[str, int]) -> Iterator[tuple[str, FileEntry]]:
+    """(path inside the data folder, entry) of the version's files, the trainer's too, that are not there or have
+    another size. For a rollback they are those of the version that it goes back to."""
+    for path, file in (*manifest.stored_files(), *trainer_files(manifest)):
+        if listed.get(f"{manifest.folder}/{path}") != file.size:
+            yield path, file
+
+
+def said_absent(manifest: Manifest, path: str, file: FileEntry, listed: Mapping[str, int]) -> str:
+    """What is wrong with one of those, in words."""
+    found = listed.get(f"{manifest.folder}/{path}")
+    return f"{path} is not there" if found is None else f"{path} has {found} of {file.size} bytes"

@@ -1,0 +1,113 @@
+"""The peers' table: what its figures mean, and the delta layout that stands for slime's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from benchmarks.peers import report, slime
+from benchmarks.peers.__main__ import available, fits_of
+from benchmarks.peers.clock import Taken, row, turns
+
+ROOT = Path(__file__).parents[2]
+
+
+def taken(*walls: float) -> list[Taken]:
+    return [Taken(wall, wall, 0, {"pause": wall}) for wall in walls]
+
+
+def test_a_ratio_is_the_median_of_the_rounds_own_ratios_and_above_one_where_ours_is_faster() -> None:
+    found = row("publish", "disk", "other", "no digest", 1.0, taken(2.0, 30.0, 8.0), taken(1.0, 10.0, 2.0))
+    assert (found.wall_ratio, found.cpu_ratio, found.part_ratios) == (3.0, 3.0, {"pause": 3.0})
+    assert found.wall == 8.0
+
+
+def test_every_round_has_each_way_once_and_begins_with_another() -> None:
+    assert list(turns(["a", "b"], 3)) == ["a", "b", "b", "a", "a", "b"]
+
+
+def test_the_peak_of_a_call_is_what_it_held_and_not_what_was_there_before() -> None:
+    # In a process of its own: what else this one holds comes and goes.
+    code = """
+from benchmarks.peers.clock import take
+before = b"x" * (64 << 20)
+print(take(lambda: {"bytes": len(b"x" * (32 << 20))}).peak)
+"""
+    peak = int(subprocess.check_output([sys.executable, "-c", code], cwd=ROOT))
+    assert 28 << 20 < peak < 40 << 20
+
+
+def test_a_peer_that_is_ahead_is_named_with_why() -> None:
+    rows = [{"way": "ckptsync", "wall_ratio": 1.0}, {"way": "torch.save", "wall_ratio": 0.5},
+            {"way": "safetensors save_file", "wall_ratio": 1.5}]  # fmt: skip
+    (line,) = report.ahead(rows)
+    assert line.startswith("torch.save (0.50): it digests nothing")
+
+
+def test_a_slime_delta_brings_a_local_file_to_the_new_state_in_place(tmp_path: Path) -> None:
+    old, new = states()
+    local, folder = str(tmp_path / "local.safetensors"), tmp_path / "weight_v000002"
+    folder.mkdir()
+    save_file(old, local)
+    held = {name: array.copy() for name, array in old.items()}
+    slime.publish(held, new, str(folder))
+    assert all(np.array_equal(held[name], new[name]) for name in new)
+    slime.apply(local, str(folder))
+    found = load_file(local)
+    assert all(np.array_equal(found[name], new[name]) for name in new)
+
+
+def test_a_slime_delta_on_another_base_is_noticed_after_the_file_was_changed(tmp_path: Path) -> None:
+    old, new = states()
+    local, folder = str(tmp_path / "local.safetensors"), tmp_path / "weight_v000002"
+    folder.mkdir()
+    save_file(new, local)
+    slime.publish({name: array.copy() for name, array in old.items()}, new, str(folder))
+    with pytest.raises(ValueError, match="has been changed in place"):
+        slime.apply(local, str(folder))
+    assert any(not np.array_equal(array, new[name]) for name, array in load_file(local).items())
+
+
+def states() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    old = {name: rng.integers(0, 256, 10_000, dtype=np.uint8) for name in "ab"}
+    new = {name: array.copy() for name, array in old.items()}
+    for array in new.values():
+        array[::100] ^= 1
+    return old, new
+
+
+def test_the_page_and_the_readme_have_each_peer_beside_ours_and_say_who_is_ahead() -> None:
+    ways = {"ckptsync": 1.0, "bare write + fsync": 0.8, "torch.save + fsync": 2.0, "torch.save": 0.5}
+    rows = [row("publish", "disk", way, "", 1.0, taken(wall), taken(1.0)).to_json() for way, wall in ways.items()]
+    chosen, absent = ["--without", "a way"], {"other": "no GPU"}
+    found = {
+        "size": 8,
+        "rounds": 1,
+        "chosen": chosen,
+        "before": "idle",
+        "after": "idle",
+        "rows": rows,
+        "absent": absent,
+    }
+    page, lines = report.page(found, "images/peers.png"), report.summary(found)
+    assert "| torch.save + fsync | 2.000 | 2.00 |" in page
+    assert "- Ahead of ours: bare write + fsync (0.80): the limit" in page
+    assert "- other was not run on this machine: no GPU" in page
+    assert "--size 8 --rounds 1 --without 'a way'" in page
+    assert "torch.save + fsync 2.00 · torch.save 0.50 | torch.save (0.50): it digests nothing" in lines[2]
+
+
+def test_what_memory_does_not_allow_is_left_out_and_named() -> None:
+    left: dict[str, str] = {}
+    fits = partial(fits_of, 8.0, 22.0, left)
+    tasks = [("publish", "disk"), ("publish", "/dev/shm"), ("publish", "S3"), ("live", "disk")]
+    assert [task for task in tasks if fits(*task)] == [("publish", "disk"), ("publish", "S3")]
+    assert left["live, disk"] == "it takes 32 GB of memory at once, and 22 GB were available"
+    assert available() > 0
