@@ -16,11 +16,17 @@ YIELD_SECONDS = 300.0
 
 
 class FastPath:
-    """`believes`: whether a label may be a version of this channel that came without files. `seconds`: how long an
-    engine that is paused by somebody else is left alone; after that whoever did it counts as dead."""
+    """`believes`: whether a label may be a version of this channel that came without files. `may_be_sending`: whether a
+    trainer of this channel has begun to send a version of which there are no files. `seconds`: how long an engine that
+    is paused by somebody else is left alone; after that whoever did it counts as dead."""
 
-    def __init__(self, believes: Callable[[VersionId], bool], seconds: float = YIELD_SECONDS) -> None:
-        self._believes, self._seconds = believes, seconds
+    def __init__(
+        self,
+        believes: Callable[[VersionId], bool],
+        may_be_sending: Callable[[], bool],
+        seconds: float = YIELD_SECONDS,
+    ) -> None:
+        self._believes, self.may_be_sending, self._seconds = believes, may_be_sending, seconds
         self.ahead: VersionId | None = None
         """What the engine holds, if it came this way."""
         self._missed: VersionId | None = None

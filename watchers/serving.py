@@ -57,6 +57,8 @@ class Serving:
         """The engine holds `current` now."""
         self._clean = True
         """The engine's weights are whole, whichever they are."""
+        self._tried = False
+        """Something was loaded here since the engine was started: a label may have come of it."""
         self._owes_resume = False
         self._reason = self.health.reason
         self._takeovers, self._contested = 0, ""
@@ -81,17 +83,21 @@ class Serving:
         if not self._boot_id:
             self._begin(status)
         restarted = status.boot_id != self._boot_id
-        self._fast.see_pause(status.paused and not restarted and self._clean and not self._owes_resume, status.label)
         if restarted:
             self._begin(status)
             self._proof.forget()
+        self._fast.see_pause(status.paused and self._clean and not self._owes_resume, status.label)
+        if restarted:
             self._doubt(f"the engine was restarted and reports {status.label or 'no version'!r}")
         elif self._fast.at_work:
             return status, False
         elif self._fast.gave_up:
             self._clean = False
             self._doubt("the engine was left paused by somebody else, and may hold a mix")
-        elif status.label != self._label and (self._proven or self.current is None):
+        elif status.label != self._label and not status.paused and (self._clean or not self._tried):
+            # Some engines are asked several questions: while a send ends, the answers may be of before and after it.
+            if self.engine.status() != status:
+                return status, False
             self._changed_by_others(status)
         if self._contested:
             raise EngineRefused(self._contested)
@@ -118,7 +124,7 @@ class Serving:
 
         Raises nothing: an interrupt is in the attempt, for the caller to raise again.
         """
-        self._boot_id, was_clean = status.boot_id, self._clean
+        self._boot_id, self._tried, was_clean = status.boot_id, True, self._clean
         # Paused by somebody else: whatever they did, only a complete load makes it whole.
         self._clean = self._clean and (not status.paused or self._owes_resume)
         ground = Ground(status=status, last_good=last_good, clean=self._clean)
@@ -169,15 +175,16 @@ class Serving:
     def _changed_by_others(self, status: EngineStatus) -> None:
         if self._fast.brought(status):
             log.info("%s: %s came by a fast path", self.engine.name, status.label, extra={"event": "fast-path"})
-            self._proven = True
+            self._proven = self._clean = True
             self.explain("")
         elif self._proven:
             self._taken_over(status.label)
 
     def _begin(self, status: EngineStatus) -> None:
-        # Found paused: a watcher before us may have left it so, in the middle of a load.
-        self._boot_id, self._clean, self._owes_resume = status.boot_id, not status.paused, False
-        self._found = status.label
+        # Found paused: a watcher before us may have left it so, in the middle of a load; or a trainer is sending.
+        clean = not status.paused or self._fast.may_be_sending()
+        self._boot_id, self._clean, self._owes_resume = status.boot_id, clean, False
+        self._found, self._tried = status.label, False
         self._takeovers, self._contested = 0, ""
 
     def _taken_over(self, label: str) -> None:

@@ -112,7 +112,7 @@ class Watcher:
             proof=self._proof,
             let_go=self.stage.release,
             retry=Backoff(base=poll),
-            fast_path=FastPath(self._believes, yields),
+            fast_path=FastPath(self._believes, self._may_be_sending, yields),
             on_change=self._changed,
             on_dead=on_dead and (lambda health: on_dead(self._placed(health))),
         )
@@ -269,6 +269,11 @@ class Watcher:
         new = version > known or (version == known and self._serving.appeared(version))
         sent = self.channel.newest_sent() if new else None
         return sent is not None and version <= sent and version.epoch == sent.epoch
+
+    def _may_be_sending(self) -> bool:
+        """Has a trainer of this channel begun to send what is not in files? A sync that ends in them is told apart."""
+        sent = self.channel.newest_sent()
+        return sent is not None and sent > max(self.channel.committed(), default=VersionId(0, 0))
 
     def _bring(self, manifest: Manifest, before: EngineStatus) -> Receipt | None:
         logs.note(manifest.id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -211,3 +212,82 @@ def test_a_label_that_changes_back_to_nothing_is_loaded_from_files_though_nothin
     engine.label = ""
     until(lambda: watcher.step() is not None)
     assert engine.label == first.id.label
+
+
+def test_a_watcher_that_starts_in_mid_send_leaves_the_engine_alone_then_and_in_the_next_send(
+    watch: Watch, engine: FakeEngine, publisher: TestPublisher, root: str
+) -> None:
+    Channel.create(root)
+    first = sent(root, 1)
+    engine.paused = True
+    watcher = watch(engine)
+    assert watcher.step() is None
+    publisher.publish()  # e1-v1, persisted behind the fast path
+    assert watcher.step() is None
+    engine.paused, engine.label = False, first
+    assert watcher.step() is None
+    assert (watcher.health.version, watcher.health.ready) == ("e1-v1", True)
+    sent(root, 2)
+    engine.paused, engine.label = True, ""
+    assert watcher.step() is None
+    publisher.publish()
+    assert watcher.step() is None
+    assert engine.calls == []
+
+
+def test_a_version_that_arrives_at_an_engine_that_was_found_paused_makes_it_whole(
+    watch: Watch, engine: FakeEngine, publisher: TestPublisher, root: str
+) -> None:
+    Channel.create(root)
+    engine.paused = True
+    watcher = watch(engine)
+    assert watcher.step() is None
+    engine.paused, engine.label = False, sent(root, 1)
+    assert watcher.step() is None
+    engine.paused, engine.label = True, ""  # the next one is being sent
+    publisher.publish()
+    assert watcher.step() is None
+    assert engine.calls == []
+
+
+def test_an_engine_that_is_found_paused_in_a_send_that_never_ends_is_loaded_in_the_end(
+    watch: Watch, engine: FakeEngine, publisher: TestPublisher, root: str
+) -> None:
+    publisher.publish()
+    sent(root, 2)
+    engine.paused, engine.weights = True, "a mix"
+    watcher = watch(engine, yields=0.01)
+    until(lambda: watcher.step() is not None)
+    assert (engine.label, engine.paused, engine.weights == "a mix") == ("e1-v1", False, False)
+
+
+def test_an_engine_that_was_restarted_and_is_being_sent_to_when_it_is_seen_again_is_left_alone(
+    watch: Watch, engine: FakeEngine, publisher: TestPublisher, root: str
+) -> None:
+    publisher.publish()
+    watcher = watch(engine)
+    watcher.step()
+    engine.restart()
+    engine.paused, second = True, sent(root, 2)
+    engine.calls.clear()
+    assert watcher.step() is None
+    assert not watcher.health.ready
+    engine.paused, engine.label = False, second
+    assert watcher.step() is None
+    assert (watcher.health.version, watcher.health.ready, engine.calls) == ("e1-v2", True, [])
+
+
+def test_answers_of_before_and_after_the_end_of_a_send_are_not_taken_for_somebody_elses_load(
+    watch: Watch, engine: FakeEngine, publisher: TestPublisher, root: str
+) -> None:
+    publisher.publish()
+    watcher = watch(engine)
+    watcher.step()
+    engine.calls.clear()
+    engine.label = sent(root, 2)
+    whole, torn = engine.status, replace(engine.status(), label="")
+    answers = iter([torn])
+    engine.status = lambda: next(answers, None) or whole()  # type: ignore[method-assign]
+    assert watcher.step() is None
+    assert watcher.step() is None
+    assert (watcher.health.version, watcher.health.ready, engine.calls) == ("e1-v2", True, [])
