@@ -22,6 +22,7 @@ from ..export.stream import Item, Named, Shares, to_wire
 from ..manifest import Parent
 from ..release import Release
 from ..shards.tensors import TORCH_DTYPES
+from . import messages
 from .baseline import Baseline, Key, change
 from .codec import Effort
 from .device import Changes, DeviceBaseline
@@ -78,10 +79,6 @@ def _name(key: Key) -> str:
     return "/".join(key)
 
 
-def _is_far(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda
-
-
 def _items(release: Release) -> dict[Key, Item]:
     """What is compared on the GPU: whole tensors that are written as they are."""
     return {
@@ -92,7 +89,7 @@ def _items(release: Release) -> dict[Key, Item]:
         and item.outputs
         and isinstance(item.weight, torch.Tensor)
         and not isinstance(item.weight, DTensor)
-        and _is_far(item.weight)
+        and messages.is_far(item.weight)
         and item.nbytes
     }
 

@@ -38,8 +38,8 @@ class DeltaPolicy:
 
     on_gpu: bool = False
     """Compare tensors that are on a GPU there, with a copy of the version before: only what changed comes to the host.
-    Costs GPU memory, as much as is written. A single process that publishes in the foreground without a `transform`
-    does so; elsewhere it changes nothing."""
+    Costs GPU memory, as much as a rank has of what is written. For publishes in the foreground, by a process or by many
+    ranks, without a `transform`; elsewhere it changes nothing."""
 
     def __post_init__(self) -> None:
         check_whole("anchor_every", self.anchor_every, 1)

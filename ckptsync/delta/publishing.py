@@ -191,7 +191,8 @@ class DeltaWriter:
             track, items = assignment.walk.track, assignment.walk.items or ()
             keys = {item.name: (track, item.outputs[0][1].name) for item in items
                     if release.config.transform is None and item.outputs}  # fmt: skip
-            self._messages.setdefault(track, Messages()).begin(whole, keys)
+            messages = self._messages.setdefault(track, Messages(on_gpu=self._policy.on_gpu))
+            messages.begin(whole, keys, comparison.pool)
         return self._messages
 
     def _begin_on_gpu(self, release: Release, ranks: Ranks, comparison: Comparison) -> Release:

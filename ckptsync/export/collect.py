@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar, cast
@@ -20,6 +20,14 @@ Named = tuple[str, torch.Tensor]
 
 class Messages(Protocol):
     """Makes less of a box before it is sent; `ckptsync.delta.messages` sends what changed."""
+
+    def compare(self, boxes: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
+        """Told before all others: every box that this rank has to send or to write, where it lies."""
+        ...
+
+    def is_known(self, name: str, box: Box) -> bool:
+        """Whether there is a message of the box without its bytes on the host, so that its own writer takes it too."""
+        ...
 
     def outgoing(self, name: str, box: Box, local: torch.Tensor) -> tuple[bool, torch.Tensor]:
         """Whether the message has to be undone, and its bytes."""
@@ -50,12 +58,22 @@ class Wanted:
 
     def ready(self, rank: int) -> None:
         """Whatever can fail on this rank alone, before the ranks agree to go on: copies to the host, checks."""
-        if self.layout is not None and any(box.source(self.owner) == rank for box in self.layout.boxes):
-            local = local_of(self.name, self.weight, self.layout, rank)
-            self.local = None if local is None else local.cpu()
-            box = self.layout.box_of(rank)
-            if self.messages is not None and self.local is not None and box is not None and rank != self.owner:
-                self.message = self.messages.outgoing(self.name, box, self.local)
+        if self.layout is None or not any(box.source(self.owner) == rank for box in self.layout.boxes):
+            return
+        local, box = local_of(self.name, self.weight, self.layout, rank), self.layout.box_of(rank)
+        if local is None or box is None:
+            return
+        mine = rank == self.owner
+        if self.messages is not None and (not mine or self.messages.is_known(self.name, box)):
+            self.message = self.messages.outgoing(self.name, box, local)
+        if self.message is None or (mine and not self.message[0]):
+            self.local = local.cpu()
+
+    def own(self, box: Box, whole: torch.Tensor) -> torch.Tensor:
+        """The writer's own box, of the tensor that becomes `whole`."""
+        if self.local is None and self.messages is not None and self.message is not None:
+            return self.messages.incoming(self.name, box, whole, self.message[1])
+        return cast(torch.Tensor, self.local)
 
 
 def collect(bucket: list[Wanted], ranks: Ranks, rank: int) -> Iterator[Named]:
@@ -114,11 +132,11 @@ def _exchange(wanted: Wanted, ranks: Ranks, rank: int, waiting: list[Any]) -> to
         if rank == owner and whole is not None:
             target = whole[tuple(slice(at, at + size) for at, size in zip(box.offset, box.shape, strict=True))]
             if source == rank:
-                target.copy_(cast(torch.Tensor, local))
+                target.copy_(wanted.own(box, whole))
             else:
                 waiting.append(_receive(wanted, box, source, whole, target, ranks))
-        elif source == rank and local is not None:
-            sent = wanted.message[1] if wanted.message is not None else as_bytes(local.contiguous())
+        elif source == rank and (local is not None or wanted.message is not None):
+            sent = wanted.message[1] if wanted.message is not None else as_bytes(cast(torch.Tensor, local).contiguous())
             work = dist.isend(sent, owner, group=ranks.group) if len(sent) else None
             waiting.append((work, sent, partial(_same, sent)))
     return None if whole is None else whole.view(wanted.weight.shape)

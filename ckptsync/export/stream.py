@@ -24,7 +24,7 @@ from ..shards.tensors import DTYPE_NAMES, spec_of
 from .checks import check_items
 from .collect import Messages, Wanted, as_here, collect
 from .names import clean_name
-from .pieces import Layout, Piece, Weight, layout_of
+from .pieces import Box, Layout, Piece, Weight, layout_of, local_of
 
 T = TypeVar("T")
 Named = tuple[str, torch.Tensor]
@@ -122,6 +122,8 @@ def stream_items(
     In each round every writer gets a bucket of its own, so that they write at the same time. Host memory: one
     bucket (or one tensor, if that is larger) on a writer, nothing kept elsewhere.
     """
+    if messages is not None:
+        messages.compare(_boxes_here(shares, layouts, ranks.rank, dtype))
     for bucket in _rounds(shares, bucket_bytes if ranks.world_size > 1 else 0):
         outputs = {item.name: item.outputs for _, item in bucket}
         wanted = [
@@ -137,6 +139,19 @@ def stream_items(
         for name, tensor in collect(wanted, ranks, ranks.rank):
             yield from written(name, tensor, outputs[name], transform, place)
             del tensor
+
+
+def _boxes_here(
+    shares: Shares, layouts: Mapping[str, Layout], rank: int, dtype: torch.dtype | None
+) -> Iterator[tuple[str, Box, torch.Tensor]]:
+    """What this rank has to send or to write, as it will be on the wire."""
+    for owner, items in shares.items():
+        for item in items:
+            layout = layouts.get(item.name)
+            box = layout.box_of(rank) if layout is not None else None
+            if layout is not None and box is not None and box.source(owner) == rank:
+                local = local_of(item.name, to_wire(item.weight, dtype), layout, rank)
+                yield item.name, box, cast(torch.Tensor, local)
 
 
 def _announce(wanted: Sequence[Wanted], ranks: Ranks) -> None:

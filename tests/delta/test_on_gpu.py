@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ckptsync import Channel, DeltaPolicy, Publisher
-from ckptsync.delta import on_gpu
+from ckptsync.delta import messages
 from ckptsync.errors import BadShard
 from ckptsync.export import source
 from ckptsync.ledger import Ledger
@@ -20,7 +20,7 @@ from .test_versions import model, step
 
 @pytest.fixture(autouse=True)
 def far(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_gpu, "_is_far", lambda tensor: tensor.dtype == torch.bfloat16)
+    monkeypatch.setattr(messages, "is_far", lambda tensor: tensor.dtype == torch.bfloat16)
 
 
 def files(root: str) -> dict[str, bytes]:

@@ -57,7 +57,7 @@ class Changes:
 class DeviceBaseline:
     """A copy of tensors on their device; they may be of any dtypes. `block` is a multiple of `flat.ALIGN`.
 
-    Takes as much device memory as they do, and while it compares a sixteenth of that, 6 bytes for each change of an
+    Takes as much device memory as they do, and while it compares an eighth of that, 10 bytes for each change of an
     element of two, and what `groups.AT_ONCE` says; with effort "best" what `groups.CLASSED` and `groups.CHUNK` do.
     Kernels run on the current stream, which the calls wait for.
     """
@@ -135,7 +135,12 @@ class _Encoding:
     pool: Executor | None
     runs: list[Future[Written]] = field(default_factory=list)
     whole: Future[dict[int, Made]] = field(init=False)
-    move: Move = field(init=False)
+    found: Found = field(init=False)
+    digests: Future[Digests] = field(init=False)
+
+    @property
+    def move(self) -> Move:
+        return Move(self.found, self.digests.result())
 
     def run(self, tensors: Mapping[str, torch.Tensor], chunk: int) -> None:
         line, base, first = self.held.line, self.held.base, 0
@@ -144,10 +149,10 @@ class _Encoding:
         changed, states, rests = to_host([changed_of(line, scanned), xxh3.fold(line, scanned.sums), scanned.rests])
         whole = whole_of(line, changed, self.effort)
         self.whole = self._submit(_all_on_host, fetch(line, base, tensors, whole), self.effort)
-        found = compact(line, base, new, scanned, changed, whole)
-        self.move = Move(found, xxh3.finish(line, states, rests))
+        self.found = compact(line, base, new, scanned, changed, whole)
+        self.digests = self._submit(xxh3.finish, line, states, rests)
         samples = self.held.samples if self.effort == "best" else None
-        for each in grouped(line, base, found, samples, chunk):
+        for each in grouped(line, base, self.found, samples, chunk):
             sections = sections_of(each.ranks, each.differences, each.counts, each.members)
             self.runs.append(self._submit(self._written, range(first, each.last), each, sections))
             first = each.last
@@ -168,14 +173,14 @@ class _Encoding:
             grown = run.sizes() >= line.sizes[run.indexes] * line.width
             made |= {index: _on_host(*self._both(index), self.effort) for index in run.indexes[grown].tolist()}
             run = run.only(~grown) if grown.any() else run
-        old, new = (digests[span.start : span.stop] for digests in (self.held.digests, self.move.digests))
+        old, new = (digests[span.start : span.stop] for digests in (self.held.digests, self.digests.result()))
         return written(line, span, (old, new), run, made)
 
     def _both(self, index: int) -> tuple[Array, Array]:
         """A block as it was and as it is."""
         block = self.held.line.blocks[index]
         before = self.held.base[block.start : block.start + block.length]
-        after, (places, differences) = before.clone(), self.move.found.of(index)
+        after, (places, differences) = before.clone(), self.found.of(index)
         after[places.to(torch.int64)] += differences
         kind = np.dtype(f"<u{self.held.line.width}")
         old, new = (each.view(kind) for each in to_host([before, after]))

@@ -1,4 +1,4 @@
-"""What differs on a line: two passes over old and new, between which the host learns how much there is."""
+"""What differs on a line: a pass over old and new, then one over what changed, when the host knows how much that is."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ class Scanned(NamedTuple):
 
     counts: torch.Tensor
     """[units], int32: how many elements changed in every ALIGN of the line."""
+
+    marks: torch.Tensor
+    """Which elements changed, as `compact` reads it."""
 
     sums: torch.Tensor
     rests: torch.Tensor
@@ -71,8 +74,8 @@ def scan(line: Line, base: torch.Tensor, new: torch.Tensor) -> Scanned:
 
         rests = kernels.rests(line, new)
         return Scanned(*kernels.scan(line, base, new, rests, xxh3.constants(base.device)[0]), rests)
-    counts = (base != new).view(-1, ALIGN).sum(1, dtype=torch.int32)
-    return Scanned(counts, xxh3.sums(new), xxh3.rests(line, new))
+    marks = base != new
+    return Scanned(marks.view(-1, ALIGN).sum(1, dtype=torch.int32), marks, xxh3.sums(new), xxh3.rests(line, new))
 
 
 def changed_of(line: Line, scanned: Scanned) -> torch.Tensor:
@@ -99,9 +102,9 @@ def compact(
     if triton_runs_on(base):
         from . import kernels
 
-        parts = kernels.compact(line, base, new, scanned.rests, scanned.counts, targets, total)
+        parts = kernels.compact(line, base, new, scanned.rests, scanned.counts, scanned.marks, targets, total)
     else:
-        parts = _compact(line, base, new, targets - before, total)
+        parts = _compact(line, new - base, scanned.marks, targets - before, total)
     return Found(*parts, changed, begins, whole)
 
 
@@ -116,14 +119,13 @@ def whole_of(line: Line, changed: Counts, effort: Effort) -> npt.NDArray[np.bool
 
 
 def _compact(
-    line: Line, base: torch.Tensor, new: torch.Tensor, shifts: torch.Tensor, total: int
+    line: Line, apart: torch.Tensor, marks: torch.Tensor, shifts: torch.Tensor, total: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`shifts`: of each unit how far its changes go from where they would lie in the order of the line."""
-    apart = new - base
-    at = apart.nonzero().view(-1)
-    targets = torch.arange(total, device=base.device) + shifts[at // ALIGN]
-    places, differences = torch.empty(total, dtype=torch.int32), torch.empty(total, dtype=base.dtype)
-    places, differences = places.to(base.device), differences.to(base.device)
+    at = marks.nonzero().view(-1)
+    targets = torch.arange(total, device=apart.device) + shifts[at // ALIGN]
+    places, differences = torch.empty(total, dtype=torch.int32), torch.empty(total, dtype=apart.dtype)
+    places, differences = places.to(apart.device), differences.to(apart.device)
     places[targets] = (at - line.starts[line.units[at // ALIGN]]).to(torch.int32)
     differences[targets] = apart[at]
     return places, differences

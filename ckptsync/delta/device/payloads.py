@@ -20,9 +20,6 @@ from .flat import Counts
 from .groups import Split
 from .sections import Sections
 
-_LARGE = 1 << 13
-"""Bytes from which on it pays that numpy, unlike a memoryview, lets other threads run while it copies."""
-
 
 class Payloads(NamedTuple):
     """Of a run of blocks: sections that are not put together yet."""
@@ -65,9 +62,8 @@ class Payloads(NamedTuple):
         words[((begins + self.stored) // ALIGN)[self.stored % ALIGN > 0]] = 0
         memory = out.data
         for data, at, size in zip(self.data, begins.tolist(), self.stored.tolist(), strict=True):
-            if size > _LARGE:
-                np.copyto(out[at : at + size], np.frombuffer(data, dtype=np.uint8))
-            elif size:
+            if size:
+                # Not by numpy, which lets go of the interpreter's lock for each: to get it back takes longer.
                 memory[at : at + size] = data
 
 
