@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from ckptsync.engine import StagedVersion
+from tests.envs.processor import vllm_packs_linear_layers
 from tests.vllm_plugin.conftest import InProcess, Start
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -50,6 +51,7 @@ def test_a_start_without_an_update_leaves_nothing_behind(engine: InProcess, vers
     assert engine.to(versions["c"])["state"] == "loaded"
 
 
+@pytest.mark.skipif(not vllm_packs_linear_layers(), reason="vLLM packs linear layers on processors with AVX-512 alone")
 def test_packed_linear_layers_take_the_engines_own_reload_and_say_so(
     start_vllm: Start, folders: Any, versions: Versions
 ) -> None:
