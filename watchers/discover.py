@@ -250,6 +250,10 @@ AWAY = 10.0
 that it started on until it is looked at."""
 
 
+AGAIN = 1.0
+"""Seconds after which what failed once is tried again, however seldom anybody looks for news."""
+
+
 class Backoff:
     """Seconds to wait after the n-th failure in a row: doubled each time, jittered so that a fleet spreads
     out."""

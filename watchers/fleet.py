@@ -26,7 +26,7 @@ from ckptsync.signing import Trust
 from ckptsync.store.base import Store
 from ckptsync.version import VersionId, parse_label
 
-from .discover import AWAY, Backoff, Following, Wake, local_folder
+from .discover import AGAIN, AWAY, Backoff, Following, Wake, local_folder
 from .health import IN_RECEIPT, Health, Receipt, State, describe
 from .members import Member, Members, about
 from .refusals import Refusals
@@ -91,7 +91,7 @@ class Fleet:
         self._on_dead, self._on_receipt, self._on_change = on_dead, on_receipt, on_change
         self._on_failure = on_failure
         self._wake = Wake(local_folder(self.channel.store.url) if events else None)
-        self._refusals, self._backoff = Refusals(patience=patience), Backoff(base=poll, cap=max(poll, AWAY))
+        self._refusals, self._backoff = Refusals(patience=patience), Backoff(base=min(poll, AGAIN), cap=max(poll, AWAY))
         self._members = Members(roster, self._watch, stage=stage, who=self.channel.store.url)
         self._held: dict[VersionId, StagedVersion] = {}
         self._health, self._live, self._trouble, self._staging = Health(), "", "", False
@@ -141,11 +141,16 @@ class Fleet:
         try:
             while not stop.is_set():
                 self.step()
-                self._beat(self._poll)
-                self._wake.wait(stop, self._poll)
+                delay = max(min(self._poll, AGAIN), min(self._poll, self._refusals.soonest(), self._look_in()))
+                self._beat(delay)
+                self._wake.wait(stop, delay)
         finally:
             self._running = False
             self._wake.close()
+
+    def _look_in(self) -> float:
+        """Seconds until the store is to be looked at again; infinity unless it was away."""
+        return self._look_at - time.monotonic() if self._backoff.failures else float("inf")
 
     def wake(self) -> None:
         """Look at the store and the roster now; from any thread."""

@@ -93,6 +93,12 @@ class Refusals:
             return self._patiently(refusal)
         return "never" if refusal.again == float("inf") else "wait"
 
+    def soonest(self) -> float:
+        """Seconds until something is to be tried again; infinity if nothing is."""
+        now = self._clock()
+        waiting = [refusal.again - now for refusal in self._by_digest.values() if not refusal.given_up]
+        return min((seconds for seconds in waiting if seconds > 0), default=float("inf"))
+
     def worked(self, manifest: Manifest) -> None:
         self._by_digest.pop(manifest.manifest_digest, None)
 

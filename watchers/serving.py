@@ -115,6 +115,12 @@ class Serving:
         due = self.current is not None and not self._proven and time.monotonic() >= self._retry_at
         return self.current if due else None
 
+    @property
+    def retry_in(self) -> float:
+        """Seconds until that time; infinity if nothing is lost."""
+        lost = self.current is not None and not self._proven
+        return max(0.0, self._retry_at - time.monotonic()) if lost else float("inf")
+
     def postpone(self) -> None:
         """What was lost cannot be loaded now."""
         self._retry_at = time.monotonic() + self._retry.failed()

@@ -29,7 +29,7 @@ from ckptsync.transports.handover import takes_over
 from ckptsync.version import VersionId, parse_query
 
 from . import levels
-from .discover import AWAY, Backoff, Following, Subscription, VersionsMissed, Wake, local_folder
+from .discover import AGAIN, AWAY, Backoff, Following, Subscription, VersionsMissed, Wake, local_folder
 from .fast_path import YIELD_SECONDS, FastPath
 from .health import IN_RECEIPT, Health, Receipt, describe
 from .load import Attempt
@@ -106,12 +106,12 @@ class Watcher:
         self._wake = Wake(local_folder(self.channel.store.url) if events else None)
         self._loop = Loop(self._wake.set)
         self._refusals = Refusals(patience=patience)
-        self._backoff = Backoff(base=poll, cap=max(poll, AWAY))
+        self._backoff = Backoff(base=min(poll, AGAIN), cap=max(poll, AWAY))
         self._serving = Serving(
             engine,
             proof=self._proof,
             let_go=self.stage.release,
-            retry=Backoff(base=poll),
+            retry=Backoff(base=min(poll, AGAIN)),
             fast_path=FastPath(self._believes, self._may_be_sending, yields),
             on_change=self._changed,
             on_dead=on_dead and (lambda health: on_dead(self._placed(health))),
@@ -192,7 +192,9 @@ class Watcher:
         if self._backoff.failures:
             self._backoff.reset()
             self._serving.show()
-        return receipt, self._poll
+        # No sooner than after a beat: who it waits for may be somebody else, who has paused the engine.
+        again = max(min(self._poll, AGAIN), min(self._refusals.soonest(), self._serving.retry_in))
+        return receipt, min(self._poll, again)
 
     def load_version(self, text: str | int) -> Receipt:
         """Load one version now, stay on it, and say how it went; `latest` goes back to what was followed before.

@@ -514,3 +514,14 @@ def test_a_member_whose_watcher_was_ended_by_a_bug_gets_another_one(
     publisher.publish()
     until(lambda: fleet.serve("e1-v2"))
     assert "watch-ended" in [getattr(record, "event", "") for record in caplog.records]
+
+
+@pytest.mark.parametrize("moment", ["status", "start"])
+def test_a_replica_that_failed_for_a_moment_is_tried_again_soon_though_news_are_looked_for_every_ten_minutes(
+    replicas: Fleets, publisher: TestPublisher, moment: str
+) -> None:
+    publisher.publish()
+    engines = fakes("a", "b")
+    failing(engines["b"]).fail(moment, EngineUnavailable)
+    fleet = replicas({"poll": 600.0}, **engines)
+    until(lambda: fleet.serve("e1-v1"), 30)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from ckptsync.errors import (
-    StoreUnavailable,
-)
+from ckptsync.errors import EngineUnavailable, StoreUnavailable
 from ckptsync.layout import HEAD
 from ckptsync.store import LocalStore
 from ckptsync.store.base import put_bytes
-from ckptsync.testing.engines import FakeEngine
+from ckptsync.testing.engines import Failing, FakeEngine
 from ckptsync.testing.hooks import Failing as FailingHook
 from ckptsync.testing.hooks import HookedStore, matching
 
 from .actions import Watch, run_until
-from .publish import TestPublisher
+from .publish import SCHEMA, TestPublisher
 
 
 def test_case_53_polling_alone_finds_what_is_published(
@@ -79,3 +77,15 @@ def test_a_store_that_comes_and_goes_does_not_end_the_loop(
     run_until(watcher, lambda: engine.label == "e1-v1")
     assert outage.times == 0
     assert watcher.health.reason == ""
+
+
+@pytest.mark.parametrize("moment", ["status", "start"])
+def test_what_failed_for_a_moment_is_tried_again_soon_though_news_are_looked_for_every_ten_minutes(
+    watch: Watch, publisher: TestPublisher, moment: str
+) -> None:
+    publisher.publish()
+    engine = Failing(SCHEMA)
+    engine.fail(moment, EngineUnavailable)
+    watcher = watch(engine, poll=600.0)
+    run_until(watcher, lambda: watcher.health.ready)
+    assert engine.label == "e1-v1"
