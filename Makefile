@@ -106,6 +106,7 @@ check: $(READY)
 	$(VENV)/bin/codespell
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	$(PY) -m benchmarks.smoke
+	$(PY) -m benchmarks.instructions
 
 # The site, into site/. A warning, such as a link that leads nowhere, is an error.
 docs: $(READY)
@@ -119,9 +120,10 @@ bench: $(READY)
 	$(PY) -m benchmarks --readme
 	$(PY) -m benchmarks peers --readme
 
-# Do the hot paths do more than benchmarks/results/smoke.json says? Counts and CPU ratios; part of `make check`.
+# Do the hot paths do more than benchmarks/results/{smoke,instructions}.json say? Counts and CPU ratios; part of `make check`.
 bench-smoke: $(READY)
 	$(PY) -m benchmarks.smoke
+	$(PY) -m benchmarks.instructions
 
 clean:
 	rm -rf $(VENV) dist build site chaos mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis

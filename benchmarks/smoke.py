@@ -37,10 +37,11 @@ import torch
 import xxhash
 
 from benchmarks.delta import synthetic
+from benchmarks.instructions import of_many_tensors
 from ckptsync import Publisher, digest
 from ckptsync.channel import Channel
 from ckptsync.delta import codec
-from ckptsync.manifest import FileEntry, Manifest, TensorEntry, Track, combined_content, decode, seal
+from ckptsync.manifest import decode
 from ckptsync.testing import CountingStore, Counts, MemoryStore
 from watchers.stage import Stage
 
@@ -127,18 +128,6 @@ def staged(store: CountingStore, folder: str) -> None:
         stage = Stage(mine)
         stage.stage(channel, channel.latest())
         stage.close()
-
-
-def of_many_tensors(count: int) -> bytes:
-    empty = "0" * 32
-    rows = [TensorEntry(name=f"layers.{at}.w", dtype="U8", shape=(1,), digest=empty, file="a") for at in range(count)]
-    tracks = {"model": Track(files=(FileEntry(name="a", size=count, digest=empty),), tensors=tuple(rows))}
-    return seal(
-        Manifest(
-            channel_id="c", epoch=1, number=1, nonce="n", run_id="r", created=1.0, digest="xxh3-128", tracks=tracks,
-            content_digest=combined_content(tracks),
-        )
-    )[1]  # fmt: skip
 
 
 # -- counting --------------------------------------------------------------------------------------------------
