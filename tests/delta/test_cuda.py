@@ -11,6 +11,7 @@ from ckptsync.delta.device import DeviceBaseline
 from ckptsync.export import stream
 from ckptsync.verify import verify_version
 
+from .test_ranks import check_that_only_changes_came
 from .test_versions import model, step
 from .updates import adam_like, proven_on_a_gpu
 
@@ -46,3 +47,9 @@ def test_only_changes_cross_the_bus_after_the_first_version(tmp_path, monkeypatc
         done = publisher.publish(state)
         assert done.manifest.kind == "delta"
         assert verify_version(Channel.open(str(tmp_path)), done.version).ok
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_only_changes_cross_the_bus_from_ranks_with_a_gpu_each(tmp_path) -> None:
+    check_that_only_changes_came(str(tmp_path), cuda=True)
