@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import msgspec
@@ -22,6 +22,7 @@ from .store.base import Store, put_bytes, read_bytes
 from .store.fresh import fresh_folder
 from .store.local import LocalStore
 from .verify import check_files, copy_verified
+from .version import VersionId
 
 
 def export_version(
@@ -109,18 +110,23 @@ def import_version(
 
 
 def compact(
-    channel: Channel, manifest: Manifest, run_id: str = "", progress: Callable[[int], None] = lambda _: None
+    channel: Channel,
+    manifest: Manifest,
+    run_id: str = "",
+    progress: Callable[[int], None] = lambda _: None,
+    *,
+    damaged: Mapping[VersionId, str] = {},
 ) -> Manifest:
     """A full version with the content of a delta version, made from its chain: no trainer is needed, and none may run.
 
     It is a new version of a new epoch that goes on from `manifest`: whoever publishes to the channel is fenced, and
     live versions after `manifest` are left behind. Readers that have `manifest` fetch nothing. Returns `manifest`
-    itself if it is full already. BrokenChain if it cannot be rebuilt, StoreFull if there is no room for it; nothing is
-    claimed then.
+    itself if it is full already, and not in `damaged`, the versions whose shards are not to be read. BrokenChain if it
+    cannot be rebuilt, StoreFull if there is no room for it; nothing is claimed then.
     """
-    if manifest.kind != "delta":
+    if manifest.kind != "delta" and manifest.id not in damaged:
         return manifest
-    with leased(channel, manifest.id, "compact"), whole(channel, manifest) as (store, full):
+    with leased(channel, manifest.id, "compact"), whole(channel, manifest, damaged=damaged) as (store, full):
         check_space(channel.store, full.nbytes)
         epoch = channel.claim_epoch(run_id or manifest.run_id, manifest.id)
         base = Parent(epoch=manifest.epoch, number=manifest.number, content_digest=manifest.content_digest)

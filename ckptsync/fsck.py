@@ -1,6 +1,7 @@
 """Is every version of a channel still there, with everything that it is made from?
 
-Looks at manifests and listings, and reads the deltas' files, which are small; `verify` reads every byte besides.
+Looks at manifests and listings, and reads the deltas' files, which are small; a repair reads the full version besides
+that the newest is made from, and `verify` reads every byte.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from . import epochs
 from .channel import Channel
 from .channel_record import copied_again
 from .copies import compact
-from .delta.plan import REMEDY, Edge, Link, cheapest
+from .delta.plan import REMEDY, Chain, Edge, Link, cheapest
 from .errors import BadShard, BrokenChain, Corrupt, IsMirror, NotFound, StoreDenied, Unrepairable, VersionNotFound
 from .manifest import FileEntry, Manifest, delta_path
 from .presence import absent_files, said_absent, sizes
 from .replaced import replaced_manifests
 from .rollback import roll_back
-from .verify import verified_chunks
+from .verify import check_files, verified_chunks
 from .version import VersionId
 
 
@@ -40,13 +41,17 @@ class _Look:
         self.sizes = sizes(channel.store)
         self.broken: dict[Edge, str] = {}
         self.incomplete: dict[VersionId, str] = {}
+        """What is wrong with the shards of full versions: by their own deltas they may be made all the same."""
+        self.gone: dict[VersionId, str] = {}
+        """What else a version lacks of its own files, for which there is no other way."""
 
     def at(self, version: VersionId) -> Manifest:
         """The manifest, after its own files were looked at."""
         manifest = self._channel.manifest(version)
         for path, file in manifest.stored_files():
             if not path.startswith("delta/") and (problem := self._absent(manifest, path, file)):
-                self.incomplete.setdefault(version, problem)
+                shard = manifest.kind == "full" and path.endswith(".safetensors")
+                (self.incomplete if shard else self.gone).setdefault(version, problem)
         for base in manifest.deltas:
             if problem := self._damaged(Link(manifest, base)):
                 self.broken[version, base.id] = problem
@@ -58,17 +63,35 @@ class _Look:
                 yield Finding(version=version, lost=False, message=f"its delta against {base}: {problem}")
         if lost := self.lost(manifest):
             yield Finding(version=manifest.id, lost=True, message=lost)
+        elif manifest.id in self.incomplete:
+            message = f"{self.incomplete[manifest.id]}; its delta makes it all the same"
+            yield Finding(version=manifest.id, lost=False, message=message)
+
+    def read_start(self, manifest: Manifest) -> None:
+        """Read the shards of the full version that this one is made from; those of the next, if they are damaged."""
+        while not self.lost(manifest):
+            start = self._chain(manifest).start
+            try:
+                check_files(self._channel.store, start, self._progress, prefix=f"{start.folder}/")
+                return
+            except (BadShard, NotFound) as error:
+                (self.incomplete if start.kind == "full" else self.gone)[start.id] = self._short(error, start)
 
     def lost(self, manifest: Manifest) -> str:
         """Why there is no way to the version; empty if there is one."""
-        if manifest.id in self.incomplete:
+        if manifest.id in self.gone:
+            return self.gone[manifest.id]
+        if not manifest.deltas and manifest.id in self.incomplete:
             return self.incomplete[manifest.id]
         try:
-            chain = cheapest(self._channel, manifest, avoid=self.broken)
+            chain = self._chain(manifest)
         except BrokenChain as error:
             return str(error).removesuffix(f": {REMEDY}")
-        gone = [m.id for m in (chain.start, *(link.manifest for link in chain.links)) if m.id in self.incomplete]
-        return f"{gone[0]}, which it is made from: {self.incomplete[gone[0]]}" if gone else ""
+        gone = [m.id for m in (chain.start, *(link.manifest for link in chain.links)) if m.id in self.gone]
+        return f"{gone[0]}, which it is made from: {self.gone[gone[0]]}" if gone else ""
+
+    def _chain(self, manifest: Manifest) -> Chain:
+        return cheapest(self._channel, manifest, avoid=self.broken, damaged=self.incomplete)
 
     def _absent(self, manifest: Manifest, path: str, file: FileEntry) -> str:
         found = self.sizes.get(f"{manifest.folder}/{path}")
@@ -110,9 +133,12 @@ class _Look:
         return ""
 
 
-def fsck(channel: Channel, progress: Callable[[int], None] = lambda _: None) -> list[Finding]:
-    """Everything that is wrong with the channel's versions, oldest first. Raises StoreError if it cannot look."""
-    return _fsck(channel, progress)[0]
+def fsck(
+    channel: Channel, progress: Callable[[int], None] = lambda _: None, *, read_newest: bool = False
+) -> list[Finding]:
+    """Everything that is wrong with the channel's versions, oldest first. `read_newest`: also in the bytes of the full
+    version that the newest is made from. Raises StoreError if it cannot look."""
+    return _fsck(channel, progress, read_newest)[0]
 
 
 def live_of(channel: Channel, findings: Iterable[Finding]) -> set[VersionId]:
@@ -151,7 +177,7 @@ def repair(channel: Channel, progress: Callable[[int], None] = lambda _: None) -
     is full already is rolled back to. Unrepairable if no live version can be read, IsMirror for a copy, which is
     mended from its source.
     """
-    findings, look = _fsck(channel, progress)
+    findings, look = _fsck(channel, progress, read_newest=True)
     if live_of(channel, findings).isdisjoint(finding.version for finding in findings):
         return None
     if again := copied_again(channel.store):
@@ -164,9 +190,9 @@ def repair(channel: Channel, progress: Callable[[int], None] = lambda _: None) -
             continue
         if look.lost(manifest):
             continue
-        if manifest.kind == "delta":
-            return compact(channel, manifest, progress=progress)
-        return None if version == newest else roll_back(channel, manifest, "fsck --repair")
+        if manifest.kind == "delta" or version in look.incomplete:
+            return compact(channel, manifest, progress=progress, damaged=look.incomplete)
+        return None if version == newest else roll_back(channel, manifest, "fsck --repair", leaving=True)
     raise Unrepairable(
         f"no live version of {channel.store.url} can be read: there is nothing to repair it from. What helps: a mirror "
         "of it (`ckptsync export MIRROR latest DIR`) or an earlier export, by `ckptsync import ROOT DIR`; or a trainer "
@@ -174,7 +200,7 @@ def repair(channel: Channel, progress: Callable[[int], None] = lambda _: None) -
     )
 
 
-def _fsck(channel: Channel, progress: Callable[[int], None]) -> tuple[list[Finding], _Look]:
+def _fsck(channel: Channel, progress: Callable[[int], None], read_newest: bool) -> tuple[list[Finding], _Look]:
     look, manifests, findings = _Look(channel, progress), [], []
     for version in channel.committed():
         try:
@@ -185,5 +211,8 @@ def _fsck(channel: Channel, progress: Callable[[int], None]) -> tuple[list[Findi
             findings.append(Finding(version=version, lost=True, message=str(error)))
     for version, problem in replaced_manifests(channel.store).items():
         findings.append(Finding(version=version, lost=True, message=problem))
+    if read_newest and (newest := channel.poll()) is not None:
+        with suppress(Corrupt, NotFound):
+            look.read_start(channel.manifest(newest))
     findings += [finding for manifest in manifests for finding in look.findings(manifest)]
     return sorted(findings, key=lambda finding: finding.version), look

@@ -22,6 +22,14 @@ def absent_files(manifest: Manifest, listed: Mapping[str, int]) -> Iterator[tupl
             yield path, file
 
 
+def lacking(store: Store, manifest: Manifest) -> str:
+    """What the version's folder lacks of its own shards, by one listing; empty if they are all there."""
+    listed = sizes(store, manifest.folder)
+    shards = ((path, file) for path, file in manifest.files() if path.endswith(".safetensors"))
+    absent = ((path, file) for path, file in shards if listed.get(f"{manifest.folder}/{path}") != file.size)
+    return next((said_absent(manifest, *each, listed) for each in absent), "")
+
+
 def said_absent(manifest: Manifest, path: str, file: FileEntry, listed: Mapping[str, int]) -> str:
     """What is wrong with one of those, in words."""
     found = listed.get(f"{manifest.folder}/{path}")

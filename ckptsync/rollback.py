@@ -14,12 +14,13 @@ from .presence import sizes
 from .reading import leased
 
 
-def roll_back(channel: Channel, target: Manifest, why: str = "") -> Manifest:
+def roll_back(channel: Channel, target: Manifest, why: str = "", *, leaving: bool = False) -> Manifest:
     """Commit a version after the newest one whose data, step, metadata and trainer state are `target`'s, and return it.
 
     It claims an epoch, since a version has one writer: a trainer that still runs raises Fenced at its next publish
     instead of undoing this, and goes on from here when it is started again. `producer["rollback"]` says from where,
-    to what and why. Retention keeps `target` as long as the new version.
+    to what and why. Retention keeps `target` as long as the new version. `leaving`: the live versions after `target`
+    are left behind, as those that a resume from it leaves; without it they stay on the line, for who asks for one.
 
     InvalidInput if `target` is the newest already, NotFound if a file of it is not there, VersionGone if it is being
     collected.
@@ -30,7 +31,7 @@ def roll_back(channel: Channel, target: Manifest, why: str = "") -> Manifest:
     run_id = f"rollback-{uuid.uuid4().hex[:12]}"
     with leased(channel, target.id, run_id, needed=True):
         _check_files(channel, target)
-        epoch = channel.claim_epoch(run_id)
+        epoch = channel.claim_epoch(run_id, target.id if leaving else None)
         before = epoch.resumed_from or newest.id
         said = {"to": target.id.label, "from": before.label, "why": why}
         sealed, _ = channel.seal(

@@ -20,9 +20,9 @@ from contextlib import closing, contextmanager, suppress
 
 from ckptsync import logs
 from ckptsync.channel import Channel
-from ckptsync.delta import open_chain
+from ckptsync.delta import open_chain, whole
 from ckptsync.engine import StagedVersion
-from ckptsync.errors import BadShard, CkptSyncError, NotFound, StoreFull, UnsupportedFormat
+from ckptsync.errors import BadShard, BrokenChain, CkptSyncError, NotFound, StoreFull, UnsupportedFormat
 from ckptsync.layout import SELF_COPY
 from ckptsync.manifest import FileEntry, Manifest, Track, check_basename
 from ckptsync.shards.file import FileReader
@@ -142,7 +142,7 @@ class Stage:
                 with self._rebuilding(channel, published, local=True) as store:
                     self._fill_from(store, slot, channel, progress, reader)
                 return
-            except (BadShard, UnsupportedFormat) as error:
+            except (BadShard, BrokenChain, UnsupportedFormat) as error:
                 log.warning(
                     "%s is made from the store alone, not from what is here: %s",
                     published.id,
@@ -181,11 +181,12 @@ class Stage:
     def _rebuilding(self, channel: Channel, manifest: Manifest, *, local: bool) -> Iterator[Store]:
         """Where the version's files come from: the store, or a version before it (here, if `local`) and the changes
         since."""
-        if manifest.parent is None or (manifest.kind != "delta" and not local):
-            yield channel.store
+        if manifest.parent is None or not local:
+            with whole(channel, manifest, spool=self._private(manifest.channel_id)) as (store, _):
+                yield store
             return
         # Looked up by number first: whether one is the very version takes its whole manifest.
-        here = {version for version, _ in self._folders(manifest.channel_id) if version != manifest.id and local}
+        here = {version for version, _ in self._folders(manifest.channel_id) if version != manifest.id}
         bases: dict[VersionId, StagedVersion | None] = {}
 
         def held(base: Manifest) -> Callable[[str], Reader] | None:

@@ -21,7 +21,11 @@ def run(
     root: Root,
     mend: Annotated[
         bool,
-        typer.Option("--repair", help="Make the newest version that can be read a full one. No trainer may run."),
+        typer.Option(
+            "--repair",
+            help="Make the newest version that can be read a full one; reads the one that it is made from. No trainer "
+            "may run.",
+        ),
     ] = False,
     require_signature: RequireSignature = None,
     sign_key: SignKey = None,
@@ -36,7 +40,7 @@ def run(
     channel = existing(root, require_signature, sign_key)
     line = Line.of(channel)
     with bytes_bar("checking deltas", 0) as progress:
-        findings = fsck(channel, progress)
+        findings = fsck(channel, progress, read_newest=mend)
         made = repair(channel, progress) if mend and findings else None
     left = line.left_since(channel) if made is not None else []
     bad, live = needed(channel, findings), live_of(channel, findings)
@@ -48,7 +52,7 @@ def run(
     else:
         if made is not None:
             _print_repaired(made, line, left)
-        _print(findings, bad, live)
+        _print(findings, bad, live, read_newest=mend)
         if findings and not mend:
             out.print(_remedy(root, copied_again(channel.store), line, bad), end="", markup=False, highlight=False)
     if bad:
@@ -69,12 +73,13 @@ def _remedy(root: str, again: str, line: Line, bad: list[Finding]) -> str:
     return again and f"{again}\n"
 
 
-def _print(findings: list[Finding], bad: list[Finding], live: set[VersionId]) -> None:
+def _print(findings: list[Finding], bad: list[Finding], live: set[VersionId], *, read_newest: bool) -> None:
     for finding in findings:
-        where = "" if bad else " (the newest version is not made from it)"
+        where = "" if bad or not finding.lost else " (the newest version is not made from it)"
         if finding.version not in live:
             where = " (left behind: nobody who follows latest goes there)"
         style = "red" if finding in bad else "yellow"
         out.print(f"{finding.version}: {finding.message}{where}", style=style, markup=False, highlight=False)
     said = counted(len(findings), "finding")
-    out.print(f"{said}; the bytes of full versions were not read: `ckptsync verify` does that")
+    besides = ", but for the one that the newest is made from" if read_newest else ""
+    out.print(f"{said}; the bytes of full versions were not read{besides}: `ckptsync verify` does that")

@@ -58,11 +58,13 @@ def cheapest(
     held: Callable[[Manifest], bool] | None = None,
     oldest: VersionId | None = None,
     avoid: Mapping[Edge, str] = {},
+    damaged: Mapping[VersionId, str] = {},
 ) -> Chain:
     """The way with the fewest bytes. BrokenChain, naming what is missing or damaged, if there is none.
 
-    `avoid`: the deltas that cannot be used, and why. `held`: what is at hand; nothing before `oldest` is. Reads the
-    manifests of all versions that are nearer than the start; those before a full one are not, unless one is at hand.
+    `avoid`: the deltas that cannot be used, and why; `damaged`: the versions whose own shards cannot. `held`: what is
+    at hand; nothing before `oldest` is. Reads the manifests of all versions that are nearer than the start; those
+    before a full one that is whole are not, unless one is at hand.
     """
     problems: list[str] = []
     tie = 0
@@ -77,10 +79,13 @@ def cheapest(
         done.add(manifest.id)
         here = held is not None and held(manifest)
         nearer = held is not None and (oldest is None or manifest.id > oldest)
-        if here or manifest.kind == "full":
+        anchor = manifest.kind == "full" and manifest.id not in damaged
+        if manifest.kind == "full" and not anchor:
+            problems.append(f"{manifest.id}: {damaged[manifest.id]}")
+        if here or anchor:
             tie += 1
             heapq.heappush(ways, (cost + (0 if here else manifest.nbytes), tie, True, manifest, links))
-        for base in () if here or (manifest.kind == "full" and not nearer) else manifest.deltas:
+        for base in () if here or (anchor and not nearer) else manifest.deltas:
             link = Link(manifest, base)
             if link.edge in avoid:
                 problems.append(f"the delta of {manifest.id} against {base.id}: {avoid[link.edge]}")

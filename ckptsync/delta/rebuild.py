@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import numpy as np
 
 from .. import logs
 from ..channel import Channel
 from ..digest import Bytes
-from ..errors import BadShard, NotFound, StoreDenied
+from ..errors import BadShard, BrokenChain, NotFound, StoreDenied
 from ..manifest import MAIN_TRACK, FileEntry, Manifest, Track
+from ..presence import lacking
 from ..shards.read import Header, StoredTensor, check_header, read_header
 from ..store.base import Entry, Reader, Store, Writer
 from ..store.views import target as checked
@@ -49,10 +51,12 @@ def open_chain(
     held: Callable[[Manifest], Open | None] | None = None,
     oldest: VersionId | None = None,
     spool: str | None = None,
+    damaged: Mapping[VersionId, str] = {},
 ) -> Iterator[RebuiltStore]:
     """See `ckptsync.delta.open_chain`."""
     is_held = None if held is None else lambda each: held(each) is not None
-    with fetch_chain(channel, manifest, held=is_held, oldest=oldest, spool=spool) as (chain, changes):
+    found = fetch_chain(channel, manifest, held=is_held, oldest=oldest, spool=spool, damaged=damaged)
+    with found as (chain, changes):
         yield RebuiltStore(channel.store, chain, changes, held(chain.start) if held else None)
 
 
@@ -64,28 +68,47 @@ def fetch_chain(
     held: Callable[[Manifest], bool] | None,
     oldest: VersionId | None = None,
     spool: str | None = None,
+    damaged: Mapping[VersionId, str] = {},
 ) -> Iterator[tuple[Chain, list[Changes]]]:
-    """The cheapest way of which every delta is whole, and the deltas: on this host, verified. Errors as there."""
+    """The cheapest way of which every delta is whole and every shard there, and the deltas: on this host, verified.
+    Errors as there."""
     avoid: dict[Edge, str] = {}
     while True:
-        chain = cheapest(channel, manifest, held=held, oldest=oldest, avoid=avoid)
+        find = partial(cheapest, channel, manifest, held=held, oldest=oldest, avoid=avoid)
+        chain = _from_what_is_there(channel, find(damaged=damaged), find, damaged)
         with ExitStack() as stack:
             changes = []
             for link in chain.links:
                 try:
                     changes.append(stack.enter_context(fetch_changes(channel.store, link, spool)))
                 except (BadShard, NotFound) as error:
-                    log.warning(
-                        "the delta of %s against %s is passed over: %s",
-                        *link.edge,
-                        error,
-                        extra={"event": "delta-passed-over"},
-                    )
+                    _passed_over("the delta of %s against %s is", link.edge, error)
                     avoid[link.edge] = str(error)
                     break
             else:
                 yield chain, changes
                 return
+
+
+def _from_what_is_there(
+    channel: Channel, chain: Chain, find: Callable[..., Chain], damaged: Mapping[VersionId, str]
+) -> Chain:
+    """The chain, or the next one of whose start every shard is there. If there is none the chain itself: who opens its
+    files will say best what is wrong with them."""
+    other, damaged = chain, dict(damaged)
+    while not other.held and (problem := lacking(channel.store, other.start)):
+        damaged[other.start.id] = problem
+        try:
+            other = find(damaged=damaged)
+        except BrokenChain:
+            return chain
+    if other is not chain:
+        _passed_over("the shards of %s are", (chain.start.id,), damaged[chain.start.id])
+    return other
+
+
+def _passed_over(what: str, versions: tuple[VersionId, ...], why: object) -> None:
+    log.warning(f"{what} passed over: %s", *versions, why, extra={"event": "delta-passed-over"})
 
 
 class RebuiltStore:
@@ -113,7 +136,7 @@ class RebuiltStore:
         if name == path or name not in self._files:
             return self._store.open(path)
         for link in reversed(self._chain.links):
-            if link.manifest.parent and name in link.manifest.parent.stored:
+            if _has(link.manifest, name):
                 return self._store.open(f"{link.manifest.folder}/{name}")
         if not name.endswith(".safetensors") or not self._chain.links:
             return self._start(name)
@@ -141,6 +164,7 @@ class RebuiltStore:
         start = self._chain.start
         where = "a copy at hand" if self._held else f"{start.folder}/{name}"
         look = f"take another version if `ckptsync verify ROOT {start.id}` finds it damaged"
+        look += ", or let `ckptsync fsck ROOT --repair` go round it"
         return f"is made from {name} of {start.id} ({where}): {look}"
 
     def write(self, path: str) -> Writer:
@@ -151,6 +175,14 @@ class RebuiltStore:
 
     def delete(self, path: str) -> None:
         self._store.delete(path)
+
+
+def _has(manifest: Manifest, name: str) -> bool:
+    """Whether a version that is made from changes has this file itself. A full one, of which shards are lost, has all
+    others."""
+    if manifest.kind == "full":
+        return not name.endswith(".safetensors")
+    return manifest.parent is not None and name in manifest.parent.stored
 
 
 class _Shard:
