@@ -113,12 +113,14 @@ def _check_file(
         reader.close()
 
 
-def check_files(store: Store, manifest: Manifest, progress: Callable[[int], None] = lambda _: None) -> None:
-    """Every file of a full version that lies in a folder of its own, `store`, is what was published. BadShard or
-    NotFound, naming the file, for the first that is not."""
+def check_files(
+    store: Store, manifest: Manifest, progress: Callable[[int], None] = lambda _: None, prefix: str = ""
+) -> None:
+    """Every file of a full version that lies in a folder of its own, `store`, or below `prefix` there, is what was
+    published. BadShard or NotFound, naming the file, for the first that is not."""
     for name, file in manifest.files():
-        with closing(store.open(name)) as reader:
-            for part in verified_chunks(reader, file, manifest.digest, name):
+        with closing(store.open(prefix + name)) as reader:
+            for part in verified_chunks(reader, file, manifest.digest, prefix + name):
                 progress(len(part))
 
 
