@@ -47,7 +47,7 @@ class DeltaPolicy:
         check_positive("max_chain", self.max_chain)
         self._check_skip()
         ratio: Any = self.max_ratio
-        fits = isinstance(ratio, Real) and 0 < ratio <= 1
+        fits = isinstance(ratio, Real) and 0 < float(ratio) <= 1
         check("max_ratio", ratio, fits, "must be a number above 0 and at most 1")
         if not isinstance(self.on_gpu, bool):
             raise InvalidInput(f"on_gpu={self.on_gpu!r}: use True or False")
