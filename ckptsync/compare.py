@@ -23,7 +23,8 @@ _INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """One tensor, or a layer of them. Norms are Euclidean, in float64; None where the dtype has no arithmetic."""
+    """One tensor, or a layer of them. Norms are Euclidean, in float64, over the elements that are finite in both
+    versions; None where the dtype has no arithmetic."""
 
     name: str
     elements: int
@@ -36,6 +37,9 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
     base_norm: float | None
     """Of the older weights."""
+
+    nonfinite: int = 0
+    """Elements that are NaN or infinite in one of the versions, counted in the tensors that differ."""
 
     @property
     def fraction(self) -> float:
@@ -87,6 +91,7 @@ def _sum(name: str, changes: list[Change]) -> Change:
         max_ulp=max(change.max_ulp for change in changes),
         norm=math.hypot(*(change.norm or 0.0 for change in changes)),
         base_norm=math.hypot(*(change.base_norm or 0.0 for change in changes)),
+        nonfinite=sum(change.nonfinite for change in changes),
     )
 
 
@@ -95,7 +100,7 @@ def _change(old: TensorEntry, new: TensorEntry, sides: Sequence[VersionTensors],
     elements = math.prod(spec.shape)
     if comparable and old.digest == new.digest:
         return Change(name=new.name, elements=elements, changed=0, max_ulp=0, norm=0.0, base_norm=None)
-    changed, ulp, squares, base = 0, 0, 0.0, 0.0
+    changed, ulp, squares, base, nonfinite = 0, 0, 0.0, 0.0, 0
     dtype = TORCH_DTYPES.get(spec.dtype)
     plain = dtype is not None and spec.dtype not in {"F4", "C64", "BOOL"}
     for before, after in zip(sides[0].chunks(old), sides[1].chunks(new), strict=True):
@@ -104,11 +109,20 @@ def _change(old: TensorEntry, new: TensorEntry, sides: Sequence[VersionTensors],
         changed += len(hit)
         if plain and dtype is not None:
             ulp = max(ulp, _distance(a[hit], b[hit], dtype))
-            x, y = (torch.frombuffer(data, dtype=dtype).to(torch.float64) for data in (before, after))
-            squares += float((y - x).square().sum())
-            base += float(x.square().sum())
+            more, more_base, not_finite = _squares(before, after, dtype)
+            squares, base, nonfinite = squares + more, base + more_base, nonfinite + not_finite
     norms = (math.sqrt(squares), math.sqrt(base)) if plain else (None, None)
-    return Change(name=new.name, elements=elements, changed=changed, max_ulp=ulp, norm=norms[0], base_norm=norms[1])
+    return Change(name=new.name, elements=elements, changed=changed, max_ulp=ulp, norm=norms[0], base_norm=norms[1],
+                  nonfinite=nonfinite)  # fmt: skip
+
+
+def _squares(before: memoryview, after: memoryview, dtype: torch.dtype) -> tuple[float, float, int]:
+    """Sums of squares, of the difference and of the older side; and of how many elements they are not, since a single
+    NaN would make them NaN."""
+    x, y = (torch.frombuffer(data, dtype=dtype).to(torch.float64) for data in (before, after))
+    finite = x.isfinite() & y.isfinite()
+    x, y = x[finite], y[finite]
+    return float((y - x).square().sum()), float(x.square().sum()), len(finite) - len(x)
 
 
 def _integers(data: memoryview, size: int) -> np.ndarray:

@@ -122,12 +122,16 @@ def compact(
     It is a new version of a new epoch that goes on from `manifest`: whoever publishes to the channel is fenced, and
     live versions after `manifest` are left behind. Readers that have `manifest` fetch nothing. Returns `manifest`
     itself if it is full already, and not in `damaged`, the versions whose shards are not to be read. BrokenChain if it
-    cannot be rebuilt, StoreFull if there is no room for it; nothing is claimed then.
+    cannot be rebuilt, StoreFull if there is no room for it; nothing is claimed then. So every file is rebuilt and
+    verified before anything is claimed, and again while it is copied, in constant memory: `progress` sees each byte
+    twice.
     """
     if manifest.kind != "delta" and manifest.id not in damaged:
         return manifest
     with leased(channel, manifest.id, "compact"), whole(channel, manifest, damaged=damaged) as (store, full):
         check_space(channel.store, full.nbytes)
+        with naming_damage(channel, manifest):  # a claim fences the trainer, whatever comes of it
+            check_files(store, full, progress, prefix=f"{full.folder}/")
         epoch = channel.claim_epoch(run_id or manifest.run_id, manifest.id)
         base = Parent(epoch=manifest.epoch, number=manifest.number, content_digest=manifest.content_digest)
         new = msgspec.structs.replace(full, number=manifest.number + 1, parent=base, trainer_state=())

@@ -116,11 +116,11 @@ def _check_file(
 def check_files(
     store: Store, manifest: Manifest, progress: Callable[[int], None] = lambda _: None, *, prefix: str = ""
 ) -> None:
-    """Every file of a full version that lies in a folder of its own, `store`, or below `prefix` in it, is what was
+    """Every file of a full version that lies in a folder of its own, `store`, or below `prefix` there, is what was
     published. BadShard or NotFound, naming the file, for the first that is not."""
     for name, file in manifest.files():
         with closing(store.open(prefix + name)) as reader:
-            for part in verified_chunks(reader, file, manifest.digest, name):
+            for part in verified_chunks(reader, file, manifest.digest, prefix + name):
                 progress(len(part))
 
 

@@ -35,7 +35,8 @@ def run(
     manifest, line = channel.resolve(version), Line.of(channel)
     if manifest.kind == "delta" and line.newest != manifest.id and not as_newest:
         raise _refused(channel, manifest)
-    with bytes_bar(f"compacting {manifest.id}", manifest.nbytes) as progress:
+    # Rebuilt once to find every byte right, and once to copy it.
+    with bytes_bar(f"compacting {manifest.id}", 2 * manifest.nbytes) as progress:
         made = compact(channel, manifest, progress=progress)
     left = line.left_since(channel)
     if as_json:

@@ -18,7 +18,7 @@ from ..manifest import Manifest
 from ..wording import plain
 from .keys import RequireSignature
 from .needs import needs
-from .output import BAD, AsJson, Root, out, print_json, write_file
+from .output import BAD, AsJson, Root, out, print_json, print_wide, write_file
 from .roots import existing
 
 if TYPE_CHECKING:
@@ -60,16 +60,9 @@ def run(
 
 
 def _print(first: Manifest, last: Manifest, found: Differences, rows: list[Change]) -> None:
-    table = Table(box=None, header_style="bold")
-    for column in ("name", "elements", "changed", "norm", "relative", "max ULP"):
-        table.add_column(column, justify="left" if column == "name" else "right")
-    for row in rows:
-        if row.changed:
-            table.add_row(escape(plain(row.name)), f"{row.elements:,}", f"{row.fraction:.3%}", _number(row.norm),
-                          _number(row.relative), f"{row.max_ulp:,}")  # fmt: skip
     changed, elements = sum(row.changed for row in rows), sum(row.elements for row in rows)
     if changed:
-        out.print(table)
+        print_wide(_table([row for row in rows if row.changed]))
     which = f" of the {len(found.tensors)} tensors in both" if found.schema else ""
     if elements:
         share = f"{changed:,} of {elements:,} elements{which} changed ({changed / elements:.3%})"
@@ -79,6 +72,18 @@ def _print(first: Manifest, last: Manifest, found: Differences, rows: list[Chang
         out.print(f"{first.id} and {last.id} have {common}", style="bold red")
     for line in found.schema.lines():
         out.print(f"    {line}", markup=False, highlight=False)
+
+
+def _table(rows: list[Change]) -> Table:
+    table = Table(box=None, header_style="bold")
+    nonfinite = ["not finite"] if any(row.nonfinite for row in rows) else []
+    for column in ("name", "elements", "changed", "norm", "relative", "max ULP", *nonfinite):
+        table.add_column(column, justify="left" if column == "name" else "right")
+    for row in rows:
+        cells = [f"{row.elements:,}", f"{row.fraction:.3%}", _number(row.norm), _number(row.relative),
+                 f"{row.max_ulp:,}", f"{row.nonfinite:,}"]  # fmt: skip
+        table.add_row(escape(plain(row.name)), *cells[: len(table.columns) - 1])
+    return table
 
 
 def _number(value: float | None) -> str:
@@ -102,11 +107,9 @@ def _draw(channel: Channel, first: Manifest, last: Manifest, path: str) -> None:
 
 
 def _not_finite(columns: list[dict[str, Change]], names: list[str]) -> list[tuple[int, int]]:
-    """Column and row of each layer whose difference, and so one of the two sides, is NaN or infinite."""
-    cells = (
-        (x, column[name].norm, y) for x, column in enumerate(columns) for y, name in enumerate(names) if name in column
-    )
-    return [(x, y) for x, norm, y in cells if norm is not None and not math.isfinite(norm)]
+    """Column and row of each layer in which something is NaN or infinite on one of the two sides."""
+    cells = ((x, column.get(name), y) for x, column in enumerate(columns) for y, name in enumerate(names))
+    return [(x, y) for x, change, y in cells if change is not None and change.nonfinite]
 
 
 def _heat_map(columns: list[dict[str, Change]], labels: list[str]) -> bytes:

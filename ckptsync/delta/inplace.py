@@ -24,9 +24,9 @@ from ..canonical import canonical
 from ..channel import Channel
 from ..errors import BadManifest, BadShard, InvalidInput, NotFound
 from ..layout import SELF_COPY
-from ..manifest import MAIN_TRACK, MAX_BYTES, Manifest, decode
+from ..manifest import MAIN_TRACK, MAX_BYTES, FileEntry, Manifest, decode
 from ..shards.file import FileReader
-from ..shards.read import StoredTensor, read_header
+from ..shards.read import StoredTensor, check_header, read_header
 from ..store.base import Store, put_bytes, read_bytes
 from ..store.local import LocalStore
 from ..verify import check_files, verified_chunks
@@ -49,8 +49,9 @@ def advance(channel: Channel, folder: str, target: Manifest, progress: Callable[
 
     BadManifest if the folder holds no version. InvalidInput if no deltas lead from it to the target: export that into
     a new folder. BadShard if what comes out is not what was published; the folder then holds no version. A folder that
-    holds the target already is read and proven, and left as it is: BadShard if it is not what its label says.
-    BrokenChain if what lies between is damaged; a folder that still held a version holds it then.
+    holds the target already is read and proven, and left as it is: BadShard if it is not what its label says. BadShard
+    for a shard of another size or header than it had, BrokenChain if what lies between is damaged; a folder that still
+    held a version holds it then.
 
     One process at a time: a second one waits until the first has ended, and goes on from there.
     """
@@ -87,11 +88,16 @@ def _advance(channel: Channel, folder: str, target: Manifest, progress: Callable
 
 
 def _check(local: Store, target: Manifest, progress: Callable[[int], None]) -> None:
-    try:
+    with _naming_remedy(f"{local.url} is not the {target.id} that it says"):
         check_files(local, target, progress)
+
+
+@contextmanager
+def _naming_remedy(what: str) -> Iterator[None]:
+    try:
+        yield
     except (BadShard, NotFound) as error:
-        message = f"{local.url} is not the {target.id} that it says: {error}; export it into a new folder"
-        raise BadShard(message) from error
+        raise BadShard(f"{what}: {error}; export it into a new folder") from error
 
 
 def _held(folder: str, local: Store) -> Manifest:
@@ -119,24 +125,43 @@ def _finish(channel: Channel, folder: str, local: Store, between: _Between, prog
         chain, changes = stack.enter_context(at_hand)
         if not chain.held:
             raise no_way
+        _check_shards(folder, target)
         store, full = stack.enter_context(whole(channel, target))
         put_bytes(local, JOURNAL, canonical(msgspec.to_builtins(between)))
         local.delete(SELF_COPY)
         for name, track in target.tracks.items():
             for file in track.files:
-                path = file.name if name == MAIN_TRACK else f"{name}/{file.name}"
+                path = _path(name, file)
                 source = f"{full.folder}/{path}"
-                if any(tensor.file == file.name for tensor in track.tensors):
+                if file.name in track.by_file:
                     _advance_shard(folder, path, [each.of(name) for each in changes], store, source)
                 else:
                     put_bytes(local, path, read_bytes(store, source, file.size))
-                with closing(FileReader(os.path.join(folder, path))) as reader:
-                    for part in verified_chunks(reader, file, target.digest, os.path.join(folder, path)):
-                        progress(len(part))
+                with _naming_remedy(f"{folder} did not become {target.id}"):
+                    _prove(os.path.join(folder, path), file, target.digest, progress)
     put_bytes(local, SELF_COPY, full.encoded)
     for name in (REDO, JOURNAL):
         with suppress(FileNotFoundError):
             os.unlink(os.path.join(folder, name))
+
+
+def _path(track: str, file: FileEntry) -> str:
+    return file.name if track == MAIN_TRACK else f"{track}/{file.name}"
+
+
+def _check_shards(folder: str, target: Manifest) -> None:
+    """What is written block by block is laid out as in the target: the size and the header of a shard never change."""
+    with _naming_remedy(f"{folder} cannot become {target.id}"):
+        for name, track in target.tracks.items():
+            for file in track.files:
+                if file.name in track.by_file:
+                    check_header(read_header(os.path.join(folder, _path(name, file))), file, track)
+
+
+def _prove(path: str, file: FileEntry, algorithm: str, progress: Callable[[int], None]) -> None:
+    with closing(FileReader(path)) as reader:
+        for part in verified_chunks(reader, file, algorithm, path):
+            progress(len(part))
 
 
 def _advance_shard(

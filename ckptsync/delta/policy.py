@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from numbers import Real
+from typing import Any, Literal
 
 from ..arguments import check, check_positive, check_whole
 from ..errors import InvalidInput
@@ -44,15 +45,22 @@ class DeltaPolicy:
     def __post_init__(self) -> None:
         check_whole("anchor_every", self.anchor_every, 1)
         check_positive("max_chain", self.max_chain)
-        check("skip", self.skip, isinstance(self.skip, Iterable), f"must be a tuple, such as ({self.skip!r},)")
-        if any(isinstance(each, bool) or each < 2 for each in self.skip) or len(set(self.skip)) != len(self.skip):
-            raise InvalidInput(f"skip={self.skip!r}: must be different numbers of at least 2")
-        if not 0 < self.max_ratio <= 1:
-            raise InvalidInput(f"max_ratio={self.max_ratio!r}: must be above 0 and at most 1")
+        self._check_skip()
+        ratio: Any = self.max_ratio
+        fits = isinstance(ratio, Real) and 0 < float(ratio) <= 1
+        check("max_ratio", ratio, fits, "must be a number above 0 and at most 1")
         if not isinstance(self.on_gpu, bool):
             raise InvalidInput(f"on_gpu={self.on_gpu!r}: use True or False")
         if self.effort not in ("fast", "best"):
             raise InvalidInput(f"effort={self.effort!r}: use 'fast' or 'best'")
+
+    def _check_skip(self) -> None:
+        given: Any = self.skip
+        example = given if isinstance(given, int) and given >= 2 else 32
+        fits = isinstance(given, Sequence) and not isinstance(given, str)
+        check("skip", given, fits, f"must be a tuple, such as ({example},), or () for none")
+        whole = all(isinstance(each, int) and each >= 2 for each in given)  # True is not: it is 1
+        check("skip", given, whole and len(set(given)) == len(given), "must be different whole numbers of at least 2")
 
     def is_due(self, position: int, chain: float) -> bool:
         """Whether the version that is the `position`-th since a full one is to be full: `chain` is the changes between

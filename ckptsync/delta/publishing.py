@@ -37,6 +37,9 @@ THREADS = min(8, os.cpu_count() or 1)
 """Blocks that a rank encodes at a time."""
 
 
+LAID_OUT_BY = "changes need the same writers, shard_bytes and, but for writers='rank0', world size as before"
+
+
 @dataclass(frozen=True, slots=True)
 class _Decision:
     """Rank 0's, the same on every rank."""
@@ -135,7 +138,12 @@ class DeltaWriter:
         if release.kind != "full" or any(assignment.plans is None for assignment in release.assignments):
             return None
         last = ledger.last
-        if last is None or last.kind == "adapter" or attempt.version <= last.id or _layout(release) != _layout_of(last):
+        if last is None or last.kind == "adapter" or attempt.version <= last.id:
+            return _Decision(True, 0, None)
+        layout, before = _layout(release), _layout_of(last)
+        if layout != before:
+            if _tensors(layout) == _tensors(before):  # of another model the ledger says that it is one
+                _say_given_up(f"the shards of {last.id} are laid out otherwise: {LAID_OUT_BY}")
             return _Decision(True, 0, None)
         if ledger.channel.signer is not None and not last.signed:
             return _Decision(True, 0, None)  # who requires signatures cannot use it as a base
@@ -161,7 +169,7 @@ class DeltaWriter:
             problem = f"rank {ranks.rank} remembers another version than {last.id}"
         if found := next(filter(None, ranks.gather(problem)), ""):
             if ranks.is_writer:
-                log.warning("a full version is published: %s", found, extra={"event": "delta-given-up"})
+                _say_given_up(found)
             return _Decision(True, 0, None)
         return decision
 
@@ -268,19 +276,30 @@ def _write_file(attempt: Attempt, path: str, plan: ShardPlan, blobs: Mapping[str
         raise
 
 
-def _layout(release: Release) -> dict[tuple[str, str], list[TensorSpec]]:
+def _say_given_up(why: str) -> None:
+    log.warning("a full version is published: %s", why, extra={"event": "delta-given-up"})
+
+
+_Layout = dict[tuple[str, str], list[TensorSpec]]
+
+
+def _layout(release: Release) -> _Layout:
     """(track, file) -> its tensors in order."""
     return {(a.walk.track, plan.file): list(plan.tensors)
             for a in release.assignments for plans in (a.plans or {}).values() for plan in plans}  # fmt: skip
 
 
-def _layout_of(manifest: Manifest) -> dict[tuple[str, str], list[TensorSpec]]:
-    layout: dict[tuple[str, str], list[TensorSpec]] = {}
+def _layout_of(manifest: Manifest) -> _Layout:
+    layout: _Layout = {}
     for name, track in manifest.tracks.items():
         for tensor in track.tensors:
             if tensor.file:
                 layout.setdefault((name, tensor.file), []).append(tensor.spec)
     return layout
+
+
+def _tensors(layout: _Layout) -> set[tuple[str, TensorSpec]]:
+    return {(track, spec) for (track, _), specs in layout.items() for spec in specs}
 
 
 def _since_full(channel: Channel, manifest: Manifest) -> tuple[int, int]:

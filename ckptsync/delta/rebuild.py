@@ -163,8 +163,8 @@ class RebuiltStore:
         """What is changed by deltas is proven by them, and they were verified: what is wrong was so in the start."""
         start = self._chain.start
         where = "a copy at hand" if self._held else f"{start.folder}/{name}"
-        look = f"take another version if `ckptsync verify ROOT {start.id}` finds it damaged"
-        look += ", or let `ckptsync fsck ROOT --repair` go round it"
+        look = f"take another version if `ckptsync verify {self.url} {start.id}` finds it damaged"
+        look += f", or let `ckptsync fsck {self.url} --repair` go round it"
         return f"is made from {name} of {start.id} ({where}): {look}"
 
     def write(self, path: str) -> Writer:

@@ -78,6 +78,32 @@ def test_a_single_nan_is_marked_in_the_picture_since_it_changes_no_colour(ckptsy
     assert marked == [((0, 1), (1, 1))], "in e1-v2, and in e1-v3, which took it back; in the second layer"
 
 
+def test_a_nan_is_counted_and_leaves_the_norms_of_the_other_elements(ckptsync, root):
+    state = {"layers.1.a": torch.ones(100), "layers.1.b": torch.ones(100)}
+    with Publisher(root) as publisher:
+        publisher.publish(state)
+        state["layers.1.a"][:3] = torch.tensor([math.nan, math.inf, 3.0])
+        publisher.publish(state)
+    found, _ = ckptsync("diff", root, "1", "2", "--json").json["rows"]
+    assert (found["nonfinite"], found["norm"], found["base_norm"]) == (2, 2.0, pytest.approx(98**0.5))
+    (layer,) = ckptsync("diff", root, "2", "1", "--layers", "--json").json["rows"]
+    assert (layer["nonfinite"], layer["norm"]) == (2, 2.0), "on either side"
+    header, row, *_ = ckptsync("diff", root, "1", "2").out.splitlines()
+    assert (header.split()[-2:], row.split()[-1]) == (["not", "finite"], "2")
+
+
+def test_without_a_nan_there_is_no_column_for_it(ckptsync, root, three):
+    assert ckptsync("diff", root, "1", "2").out.splitlines()[0].split()[-2:] == ["max", "ULP"]
+
+
+def test_diff_says_long_names_whole_where_stdout_is_no_terminal(ckptsync, root):
+    name = f"model.{'deeply_nested.' * 8}weight"
+    with Publisher(root) as publisher:
+        for value in (1.0, 2.0):
+            publisher.publish({name: torch.full((4,), value)})
+    assert name in ckptsync("diff", root, "1", "2").out
+
+
 def test_ulps_are_counted_over_zero_and_for_every_kind_of_number():
     from ckptsync.compare import _distance, _integers
 

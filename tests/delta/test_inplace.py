@@ -149,6 +149,34 @@ def test_a_block_that_is_neither_is_fetched_again(trainer, folder):
     assert same(held(folder), trainer.state)
 
 
+def truncated(path: str) -> None:
+    os.truncate(path, os.path.getsize(path) - 100)
+
+
+def without_a_header(path: str) -> None:
+    with open(path, "r+b") as file:
+        file.seek(8)
+        file.write(b"rot")
+
+
+@pytest.mark.parametrize("harm", [truncated, without_a_header, os.remove])
+def test_a_folder_with_a_shard_of_another_layout_is_refused_before_it_is_touched(harm, trainer, folder):
+    channel, before = Channel.open(trainer.root), set(os.listdir(folder))
+    shard = next(name for name in before if name.endswith(".safetensors"))
+    harm(os.path.join(folder, shard))
+    with pytest.raises(BadShard, match=rf"cannot become e1-v3: .*{shard}.*; export it into a new folder"):
+        inplace.advance(channel, folder, channel.latest())
+    assert set(os.listdir(folder)) | {shard} == before
+
+
+def test_what_came_out_wrong_is_refused_with_a_remedy(trainer, folder):
+    shard = os.path.join(folder, next(name for name in os.listdir(folder) if name.endswith(".safetensors")))
+    rotten(shard)
+    channel = Channel.open(trainer.root)
+    with pytest.raises(BadShard, match=r"did not become e1-v3: .*; export it into a new folder"):
+        inplace.advance(channel, folder, channel.latest())
+
+
 def rotten(path: str) -> None:
     with open(path, "r+b") as file:
         file.seek(-3, os.SEEK_END)

@@ -6,8 +6,9 @@ import itertools
 import os
 
 import pytest
+import torch
 
-from ckptsync import Channel, DeltaPolicy
+from ckptsync import Channel, DeltaPolicy, Publisher
 from ckptsync.delta.plan import cheapest
 from ckptsync.errors import InvalidInput
 from ckptsync.layout import manifest_path
@@ -122,6 +123,27 @@ def test_a_restart_counts_the_versions_since_the_last_full_one(tmp_path):
     trainer.publish(3)
     trainer.restart(anchor_every=4)
     assert [trainer.publish().kind for _ in range(3)] == ["delta", "full", "delta"]
+
+
+def given_up(caplog) -> list[str]:
+    return [record.message for record in caplog.records if record.event == "delta-given-up"]
+
+
+def test_a_restart_with_another_layout_of_shards_says_why_it_publishes_a_full_version(trainer, caplog):
+    last = trainer.publish(2)
+    assert given_up(caplog) == [], "a first version is full, and deltas follow"
+    with Publisher(trainer.root, delta=DeltaPolicy(), shard_bytes=7000) as publisher:
+        assert [publisher.publish(trainer.state).manifest.kind for _ in range(2)] == ["full", "delta"]
+    (said,) = given_up(caplog)
+    assert f"a full version is published: the shards of {last.id} are laid out otherwise" in said
+
+
+def test_of_another_model_is_said_that_it_is_one_and_no_more(trainer, caplog):
+    trainer.publish()
+    trainer.state["layers.1.scale"] = torch.ones(8)
+    assert trainer.publish().kind == "full"
+    assert given_up(caplog) == []
+    assert "is another model than" in caplog.text
 
 
 def test_a_reader_with_nothing_at_hand_asks_for_no_version_before_the_full_one(tmp_path, stage, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 from ckptsync import Channel
 from ckptsync.copies import compact
 from ckptsync.delta.plan import cheapest
-from ckptsync.errors import Fenced, Unrepairable
+from ckptsync.errors import BrokenChain, Fenced, Unrepairable
 from ckptsync.fsck import fsck, needed, repair
 from ckptsync.layout import manifest_path
 from ckptsync.manifest import Origin
@@ -95,6 +95,16 @@ def test_a_compacted_version_has_the_same_content_and_costs_a_reader_nothing(tra
     assert same(staged(stage, trainer.root, last.id), trainer.state)
     assert same(staged(stage, trainer.root, made.id), trainer.state)
     stage.close()
+
+
+def test_a_compaction_that_cannot_read_the_weights_fences_nobody(trainer, channel):
+    before, last = list(channel.claims()), channel.latest()
+    first = channel.manifest(VersionId(1, 1))
+    damage(trainer.root, f"{first.folder}/model-00001-of-00001.safetensors")
+    with pytest.raises(BrokenChain, match=rf"e1-v6 cannot be rebuilt: .*`ckptsync verify {trainer.root} e1-v1`"):
+        compact(channel, last)
+    assert list(channel.claims()) == before
+    assert trainer.publish().parent.id == last.id, "the trainer goes on"
 
 
 def test_a_trainer_that_still_runs_is_fenced_by_a_compaction(trainer, channel):

@@ -204,6 +204,15 @@ def test_a_setting_of_another_kind_is_refused_by_name_and_claims_nothing(
     ("make", "words"),
     [
         (lambda: DeltaPolicy(skip=8), r"skip=8: must be a tuple, such as \(8,\)"),  # type: ignore[arg-type]
+        (lambda: DeltaPolicy(skip=None), r"skip=None: must be a tuple, such as \(32,\), or \(\) for none"),  # type: ignore[arg-type]
+        (lambda: DeltaPolicy(skip="48"), r"skip='48': must be a tuple"),  # type: ignore[arg-type]
+        (lambda: DeltaPolicy(skip=(2.5,)), r"skip=\(2.5,\): must be different whole numbers of at least 2"),  # type: ignore[arg-type]
+        (lambda: DeltaPolicy(skip=("8",)), r"skip=\('8',\): must be different whole numbers"),  # type: ignore[arg-type]
+        (lambda: DeltaPolicy(skip=(True, 4)), r"skip=\(True, 4\): must be different whole numbers"),
+        (lambda: DeltaPolicy(skip=(4, 4)), r"skip=\(4, 4\): must be different whole numbers"),
+        (lambda: DeltaPolicy(max_ratio="x"), r"max_ratio='x': must be a number above 0 and at most 1"),  # type: ignore[arg-type]
+        (lambda: DeltaPolicy(max_ratio=1.5), r"max_ratio=1.5: must be a number above 0 and at most 1"),
+        (lambda: DeltaPolicy(max_ratio=True), r"max_ratio=True: must be a number above 0"),
         (lambda: DeltaPolicy(max_chain="x"), r"max_chain='x': must be greater than 0, a number"),  # type: ignore[arg-type]
         (lambda: Retention(keep_last=2, max_age="7d"), r"max_age='7d': must be greater than 0"),  # type: ignore[arg-type]
     ],
