@@ -44,6 +44,8 @@ class _Look:
         """What is wrong with the shards of full versions: by their own deltas they may be made all the same."""
         self.gone: dict[VersionId, str] = {}
         """What else a version lacks of its own files, for which there is no other way."""
+        self._proven: set[VersionId] = set()
+        """Full versions of which every byte was read."""
 
     def at(self, version: VersionId) -> Manifest:
         """The manifest, after its own files were looked at."""
@@ -69,11 +71,10 @@ class _Look:
 
     def read_start(self, manifest: Manifest) -> None:
         """Read the shards of the full version that this one is made from; those of the next, if they are damaged."""
-        while not self.lost(manifest):
-            start = self._chain(manifest).start
+        while not self.lost(manifest) and (start := self._chain(manifest).start).id not in self._proven:
             try:
                 check_files(self._channel.store, start, self._progress, prefix=f"{start.folder}/")
-                return
+                self._proven.add(start.id)
             except (BadShard, NotFound) as error:
                 (self.incomplete if start.kind == "full" else self.gone)[start.id] = self._short(error, start)
 
@@ -188,6 +189,7 @@ def repair(channel: Channel, progress: Callable[[int], None] = lambda _: None) -
             manifest = channel.manifest(version)
         except (Corrupt, NotFound):
             continue
+        look.read_start(manifest)
         if look.lost(manifest):
             continue
         if manifest.kind == "delta" or version in look.incomplete:

@@ -107,3 +107,15 @@ def test_what_cannot_be_read_is_left_behind_by_a_repair_that_goes_back_to_a_full
     assert made.content_digest == channel.manifest(ANCHOR).content_digest
     assert VersionId(1, 5) not in channel.versions()
     assert not [finding for finding in fsck(channel) if finding.version in channel.versions()]
+
+
+def test_a_repair_goes_on_to_what_can_be_read_where_an_older_full_version_is_damaged_too(tmp_path) -> None:
+    trainer = Trainer(str(tmp_path / "root"), skip=(), anchor_every=3)
+    trainer.publish(7)
+    channel = Channel.open(trainer.root)
+    damage(trainer.root, delta_file(channel.manifest(VersionId(1, 7))))
+    for number in (4, 7):
+        damage(trainer.root, shard_of(channel.manifest(VersionId(1, number))))
+    made = repair(channel)
+    assert made.content_digest == channel.manifest(VersionId(1, 6)).content_digest
+    assert verify_version(channel, made.id).ok
