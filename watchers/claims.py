@@ -1,6 +1,7 @@
 """One watcher for each engine, as far as this host can see: a lock for each engine's URL, in the folder of the stage
 and in one that all watchers of this user share, whichever stage they have. (An engine can be loaded from a stage by
-watchers of its own user alone: staged files are private.)
+watchers of its own user alone: staged files are private.) A name that is no URL, as of an engine in a Ray actor, is
+somebody else's in another job: it is claimed in the stage alone.
 
 Labels alone do not tell two channels apart, as both may have an `e1-v1`. Watchers on other hosts are noticed by what
 they do to the label (see `serving`).
@@ -33,7 +34,7 @@ def claimed(stage: str, url: str, who: str) -> Iterator[None]:
     with ExitStack() as held:
         with local_errors(stage):
             everybodys = os.path.join(tempfile.gettempdir(), f"ckptsync-engines-{os.geteuid()}")
-            for folder in (stage, private_folder(everybodys)):
+            for folder in (stage, private_folder(everybodys)) if "://" in url else (stage,):
                 held.enter_context(_locked(folder, url, who))
         yield
 

@@ -142,6 +142,8 @@ class Fleet:
             while not stop.is_set():
                 self.step()
                 delay = max(min(self._poll, AGAIN), min(self._poll, self._refusals.soonest(), self._look_in()))
+                if self._members.problems:  # an engine that somebody else follows, a source that is away
+                    delay = min(delay, AWAY)
                 self._beat(delay)
                 self._wake.wait(stop, delay)
         finally:

@@ -254,15 +254,30 @@ def test_two_fleets_on_one_host_do_not_share_an_engine_though_channel_and_stage_
 ) -> None:
     publisher.publish()
     TestPublisher(str(tmp_path / "other")).publish()
-    first = replicas(None, **fakes("a", "b"))
+    a, b, c = "http://10.0.0.1:8000", "http://10.0.0.2:8000", "http://10.0.0.3:8000"
+    first = replicas(None, **fakes(a, b))
     until(lambda: first.serve("e1-v1"))
-    second = replicas({"store": str(tmp_path / "other"), "reader": "second"}, a=first["a"], c=FakeEngine(SCHEMA))
-    until(lambda: second.serve("e1-v1", "c"))
-    assert set(second.fleet.members()) == {"c"}
-    until(lambda: "a is followed by another watcher on this host" in second.fleet.health.reason)
+    second = replicas({"store": str(tmp_path / "other"), "reader": "second"}, **{a: first[a], c: FakeEngine(SCHEMA)})
+    until(lambda: second.serve("e1-v1", c))
+    assert set(second.fleet.members()) == {c}
+    until(lambda: f"{a} is followed by another watcher on this host" in second.fleet.health.reason)
     assert f"process {os.getpid()}, {root}" in second.fleet.health.reason, "its channel is named"
-    first.source.listed.remove("a")
-    until(lambda: set(second.fleet.members()) == {"a", "c"}, what="it is taken over when it is let go of")
+    first.source.listed.remove(a)
+    until(lambda: set(second.fleet.members()) == {a, c}, what="it is taken over when it is let go of")
+
+
+def test_an_engine_that_another_watcher_lets_go_of_is_taken_over_soon_though_news_are_looked_for_every_ten_minutes(
+    replicas: Fleets, publisher: TestPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("watchers.fleet.AWAY", 0.1)
+    publisher.publish()
+    a, b = "http://10.0.0.1:8000", "http://10.0.0.2:8000"
+    first = replicas(None, **fakes(a, b))
+    until(lambda: first.serve("e1-v1"))
+    second = replicas({"poll": 600.0, "reader": "second"}, **{a: first[a]})
+    until(lambda: "is followed by another watcher" in second.fleet.health.reason)
+    first.source.listed.remove(a)
+    until(lambda: set(second.fleet.members()) == {a}, 30)
 
 
 def test_a_restarted_replica_gets_the_version_back_by_itself(replicas: Fleets, publisher: TestPublisher) -> None:

@@ -132,6 +132,17 @@ def test_two_pods_that_share_a_stage_may_each_have_an_engine_at_their_own_loopba
             pass
 
 
+def test_a_name_that_is_no_url_is_another_engine_in_another_stage(tmp_path: Path) -> None:
+    ours, theirs = str(tmp_path / "ours"), str(tmp_path / "theirs")
+    with (
+        claimed(ours, "rollout-0", "one job"),
+        claimed(theirs, "rollout-0", "another job on this host"),
+        pytest.raises(EngineRefused, match="one job"),
+        claimed(ours, "rollout-0", "of the same stage"),
+    ):
+        pass
+
+
 def test_a_folder_of_claims_that_somebody_else_made_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / f"ckptsync-engines-{os.geteuid()}").symlink_to(tmp_path)
     with pytest.raises(StoreDenied, match="not a folder of ours"), claimed(str(tmp_path / "stage"), "http://a:1", "x"):
