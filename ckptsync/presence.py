@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from .layout import DATA, trainer_files
 from .manifest import FileEntry, Manifest
@@ -17,17 +17,21 @@ def sizes(store: Store, folder: str = DATA) -> dict[str, int]:
 def absent_files(manifest: Manifest, listed: Mapping[str, int]) -> Iterator[tuple[str, FileEntry]]:
     """(path inside the data folder, entry) of the version's files, the trainer's too, that are not there or have
     another size. For a rollback they are those of the version that it goes back to."""
-    for path, file in (*manifest.stored_files(), *trainer_files(manifest)):
-        if listed.get(f"{manifest.folder}/{path}") != file.size:
-            yield path, file
+    return absent_of(manifest, (*manifest.stored_files(), *trainer_files(manifest)), listed)
+
+
+def absent_of(
+    manifest: Manifest, files: Iterable[tuple[str, FileEntry]], listed: Mapping[str, int]
+) -> Iterator[tuple[str, FileEntry]]:
+    """Those of some files of the version's folder."""
+    return ((path, file) for path, file in files if listed.get(f"{manifest.folder}/{path}") != file.size)
 
 
 def lacking(store: Store, manifest: Manifest) -> str:
     """What the version's folder lacks of its own shards, by one listing; empty if they are all there."""
     listed = sizes(store, manifest.folder)
     shards = ((path, file) for path, file in manifest.files() if path.endswith(".safetensors"))
-    absent = ((path, file) for path, file in shards if listed.get(f"{manifest.folder}/{path}") != file.size)
-    return next((said_absent(manifest, *each, listed) for each in absent), "")
+    return next((said_absent(manifest, *each, listed) for each in absent_of(manifest, shards, listed)), "")
 
 
 def said_absent(manifest: Manifest, path: str, file: FileEntry, listed: Mapping[str, int]) -> str:

@@ -10,7 +10,7 @@ import msgspec
 from .channel import Channel
 from .errors import InvalidInput, NotFound
 from .manifest import SHARED_FORMAT, Manifest, Origin
-from .presence import sizes
+from .presence import absent_of, sizes
 from .reading import leased
 
 
@@ -62,8 +62,5 @@ def _origin(target: Manifest) -> Origin:
 def _check_files(channel: Channel, target: Manifest) -> None:
     """Whether the bytes are right is for `verify` and for every reader; that they are there is asked for here."""
     there = sizes(channel.store, target.folder)
-    for name, file in target.stored_files():
-        if there.get(f"{target.folder}/{name}") != file.size:
-            raise NotFound(
-                f"{target.id} is not whole any more: {target.folder}/{name} is not there as it was published"
-            )
+    for name, _ in absent_of(target, target.stored_files(), there):
+        raise NotFound(f"{target.id} is not whole any more: {target.folder}/{name} is not there as it was published")
