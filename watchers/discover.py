@@ -254,6 +254,12 @@ AGAIN = 1.0
 """Seconds after which what failed once is tried again, however seldom anybody looks for news."""
 
 
+def next_look(poll: float, *due: float) -> float:
+    """Seconds until the next look: `poll`, or until the first that is due; no sooner than AGAIN, since who is waited
+    for may be somebody else."""
+    return max(min(poll, AGAIN), min(poll, *due))
+
+
 class Backoff:
     """Seconds to wait after the n-th failure in a row: doubled each time, jittered so that a fleet spreads
     out."""

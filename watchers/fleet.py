@@ -26,7 +26,7 @@ from ckptsync.signing import Trust
 from ckptsync.store.base import Store
 from ckptsync.version import VersionId, parse_label
 
-from .discover import AGAIN, AWAY, Backoff, Following, Wake, local_folder
+from .discover import AGAIN, AWAY, Backoff, Following, Wake, local_folder, next_look
 from .health import IN_RECEIPT, Health, Receipt, State, describe
 from .members import Member, Members, about
 from .refusals import Refusals
@@ -141,9 +141,9 @@ class Fleet:
         try:
             while not stop.is_set():
                 self.step()
-                delay = max(min(self._poll, AGAIN), min(self._poll, self._refusals.soonest(), self._look_in()))
-                if self._members.problems:  # an engine that somebody else follows, a source that is away
-                    delay = min(delay, AWAY)
+                # Such as an engine that somebody else follows, or a source that is away.
+                mended = AWAY if self._members.problems else float("inf")
+                delay = next_look(self._poll, self._refusals.soonest(), self._look_in(), mended)
                 self._beat(delay)
                 self._wake.wait(stop, delay)
         finally:

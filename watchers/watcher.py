@@ -29,7 +29,7 @@ from ckptsync.transports.handover import takes_over
 from ckptsync.version import VersionId, parse_query
 
 from . import levels
-from .discover import AGAIN, AWAY, Backoff, Following, Subscription, VersionsMissed, Wake, local_folder
+from .discover import AGAIN, AWAY, Backoff, Following, Subscription, VersionsMissed, Wake, local_folder, next_look
 from .fast_path import YIELD_SECONDS, FastPath
 from .health import IN_RECEIPT, Health, Receipt, describe
 from .load import Attempt
@@ -192,9 +192,7 @@ class Watcher:
         if self._backoff.failures:
             self._backoff.reset()
             self._serving.show()
-        # No sooner than after a beat: who it waits for may be somebody else, who has paused the engine.
-        again = max(min(self._poll, AGAIN), min(self._refusals.soonest(), self._serving.retry_in))
-        return receipt, min(self._poll, again)
+        return receipt, next_look(self._poll, self._refusals.soonest(), self._serving.retry_in)
 
     def load_version(self, text: str | int) -> Receipt:
         """Load one version now, stay on it, and say how it went; `latest` goes back to what was followed before.
