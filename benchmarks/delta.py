@@ -29,6 +29,7 @@ from rich.table import Table
 
 from benchmarks.common import load
 from ckptsync.delta import codec
+from tests.delta.updates import adam_like
 
 DENSITIES = (0.001, 0.01, 0.05, 0.2)
 BLOCK = 1 << 22
@@ -50,22 +51,8 @@ class Result:
     apply_gb_s: float | None = None
 
 
-def to_bf16(values: np.ndarray) -> np.ndarray:
-    bits = values.astype(np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-
-
 def synthetic(count: int, density: float) -> Arrays:
-    rng = np.random.default_rng(0)
-    weights = rng.standard_normal(count, dtype=np.float32) * 0.02
-    step = np.clip(rng.standard_normal(count, dtype=np.float32) * 0.7, -1.5, 1.5)
-    old, low, high = to_bf16(weights), 1e-9, 1e-1
-    part = slice(0, 1 << 20)
-    for _ in range(40):
-        rate = (low * high) ** 0.5
-        dense = np.mean(to_bf16(weights[part] - rate * step[part]) != old[part]) >= density
-        low, high = (low, rate) if dense else (rate, high)
-    return old, to_bf16(weights - rate * step)
+    return adam_like(count, density, sample=1 << 20, halvings=40)
 
 
 def real(rate: float, steps: int) -> Arrays:

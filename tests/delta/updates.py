@@ -17,14 +17,17 @@ def to_bf16(values: np.ndarray) -> np.ndarray:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-def adam_like(count: int, density: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """bf16 weights before and after a step of a size at which about `density` of them change."""
+def adam_like(
+    count: int, density: float, seed: int = 0, *, sample: int = 1 << 18, halvings: int = 30
+) -> tuple[np.ndarray, np.ndarray]:
+    """bf16 weights before and after a step of a size at which about `density` of them change: found on the first
+    `sample` of them, by so many halvings."""
     rng = np.random.default_rng(seed)
     weights = rng.standard_normal(count, dtype=np.float32) * 0.02
     step = np.clip(rng.standard_normal(count, dtype=np.float32) * 0.7, -1.5, 1.5)
     old, low, high = to_bf16(weights), 1e-9, 1e-1
-    part = slice(0, 1 << 18)
-    for _ in range(30):
+    part = slice(0, sample)
+    for _ in range(halvings):
         rate = (low * high) ** 0.5
         dense = np.mean(to_bf16(weights[part] - rate * step[part]) != old[part]) >= density
         low, high = (low, rate) if dense else (rate, high)

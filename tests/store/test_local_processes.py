@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pathlib
 import subprocess
@@ -10,13 +9,11 @@ import sys
 
 import pytest
 
-from ckptsync.errors import (
-    AlreadyExists,
-)
 from ckptsync.store import LocalStore, direct, put_bytes, read_bytes
 from ckptsync.store.paths import temporary_name
 
 from .folders import files_on_disk, names
+from .races import won_by_two
 
 CHUNK = direct.CHUNK
 
@@ -97,28 +94,8 @@ def test_a_folder_pruned_by_another_process_is_made_again(store: LocalStore) -> 
 # Several processes
 
 
-def _create_until_one_wins(root: str, barrier, results) -> None:
-    store = LocalStore(root)
-    won = 0
-    for number in range(50):
-        barrier.wait(60)
-        try:
-            store.create(f"epochs/e{number}", f"{os.getpid()}".encode())
-            won += 1
-        except AlreadyExists:
-            pass
-    results.put(won)
-
-
 def test_of_two_processes_that_create_one_name_one_wins(store: LocalStore) -> None:
-    context = multiprocessing.get_context("spawn")
-    barrier, results = context.Barrier(2), context.Queue()
-    processes = [context.Process(target=_create_until_one_wins, args=(store.url, barrier, results)) for _ in range(2)]
-    for process in processes:
-        process.start()
-    assert sum(results.get(timeout=60) for _ in processes) == 50
-    for process in processes:
-        process.join()
+    assert won_by_two(store.url, {}, 50) == 50
     assert len(names(store)) == 50
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -20,7 +19,6 @@ import psutil
 import pytest
 
 from ckptsync.errors import (
-    AlreadyExists,
     InvalidInput,
     NotFound,
     StoreDenied,
@@ -32,6 +30,8 @@ from ckptsync.store.s3 import S3Store
 from tests.servers import seaweed
 from tests.servers.fixtures import S3Root
 from tests.waiting import until
+
+from .races import won_by_two
 
 pytestmark = pytest.mark.s3
 MIB = 1 << 20
@@ -159,28 +159,8 @@ assert len(read_bytes(store, "file", 1 << 20)) == 1 << 20
     assert done.returncode == 0, done.stderr
 
 
-def _create_until_one_wins(root: S3Root, barrier, results) -> None:
-    store = open_store(root.url, options=root.options)
-    won = 0
-    for number in range(20):
-        barrier.wait(60)
-        try:
-            store.create(f"epochs/e{number}", f"{os.getpid()}".encode())
-            won += 1
-        except AlreadyExists:
-            pass
-    results.put(won)
-
-
 def test_of_two_processes_that_create_one_name_one_wins(s3_root: S3Root) -> None:
-    context = multiprocessing.get_context("spawn")
-    barrier, results = context.Barrier(2), context.Queue()
-    processes = [context.Process(target=_create_until_one_wins, args=(s3_root, barrier, results)) for _ in range(2)]
-    for process in processes:
-        process.start()
-    assert sum(results.get(timeout=60) for _ in processes) == 20
-    for process in processes:
-        process.join()
+    assert won_by_two(s3_root.url, s3_root.options, 20) == 20
 
 
 # Connections
