@@ -118,9 +118,9 @@ def write_json(folder: str, name: str, content: dict[str, Any]) -> None:
 
 
 class Engine:
-    """vLLM in this process."""
+    """vLLM in this process; `more` are arguments of its LLM."""
 
-    def __init__(self, folder: str, args: argparse.Namespace) -> None:
+    def __init__(self, folder: str, args: argparse.Namespace, **more: Any) -> None:
         if not torch.cuda.is_available():
             import vllm._custom_ops as ops
 
@@ -136,7 +136,7 @@ class Engine:
         memory = {"gpu_memory_utilization": 0.4} if torch.cuda.is_available() else {}
         self.llm: Any = LLM(
             folder, skip_tokenizer_init=True, max_model_len=1024, max_num_seqs=8, dtype="bfloat16",
-            weight_transfer_config={"backend": "ckptsync"}, **graphs, **memory,
+            weight_transfer_config={"backend": "ckptsync"}, **graphs, **memory, **more,
         )  # fmt: skip
         self.worker = self._find_worker()
         self.engine = self.worker.weight_transfer_engine

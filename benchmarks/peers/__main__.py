@@ -1,12 +1,13 @@
 """Every peer beside ckptsync, built and run on this machine with the same weights.
 
     python -m benchmarks peers [--size 0.5] [--rounds 3] [--root FOLDER] [--only TASK …] [--places PLACE …] [--readme]
+    python -m benchmarks peers --page FILE …        # from what runs with --json printed, where one run was too long
 
 Each way of a task runs once per round, in turning order; a figure is the median over the rounds of a peer's time
 over ours in the same round. Results go to benchmarks/results/peers.json, docs/benchmarks.md and its plot (those of
 2 GB to peers-2gb.json, benchmarks-2gb.md …); `--readme` puts the table into README.md. `--root` is a folder on the
-disk to be measured, not tmpfs. The peers that pin packages of their own get an environment in ~/.cache/ckptsync, made
-at the first run (tests/envs/peers.txt).
+disk to be measured, not tmpfs. What `benchmarks.gpu_peers` found on a GPU is put beside those of 0.5 GB. The peers that
+pin packages of their own get an environment in ~/.cache/ckptsync, made at the first run (tests/envs/peers.txt).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -112,27 +114,35 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--without", nargs="+", default=[], metavar="WAY", help="such as what memory does not allow")
     parser.add_argument("--readme", action="store_true", help="put the table into README.md")
     parser.add_argument("--json", action="store_true", help="print what was found, and write nothing")
+    parser.add_argument("--page", nargs="+", metavar="FILE", help="run nothing: write the page of what these hold")
     options = parser.parse_args(arguments)
-    transformers_logging.disable_progress_bar()
-    found: dict[str, Any] = {
-        "size": options.size,
-        "rounds": options.rounds,
-        "chosen": chosen(options),
-        "before": load(),
-    }
-    left = dict.fromkeys(options.without, "left out by `--without`")
-    rows = measure(options, left)
-    found |= {"after": load(), "absent": absent() | left, "rows": [each.to_json() for each in rows]}
+    found = report.joined(options.page) if options.page else run(options)
     if options.json:
         print(json.dumps(found))
         return
     report.show(found)
-    if options.size == SIZE and found["chosen"]:
+    if found["size"] == SIZE and not found["whole"]:
         return  # a part of the table is not the table
-    suffix = "" if options.size == SIZE else f"-{options.size:g}gb"
+    suffix = "" if found["size"] == SIZE else f"-{found['size']:g}gb"
     with open(os.path.join(RESULTS, f"peers{suffix}.json"), "w", encoding="utf-8") as file:
         json.dump(found, file, indent=1)
     report.write(found, suffix, readme=options.readme)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    transformers_logging.disable_progress_bar()
+    words = f"python -m benchmarks peers --size {options.size:g} --rounds {options.rounds}".split()
+    parts, before = chosen(options), load()
+    left = dict.fromkeys(options.without, "left out by `--without`")
+    rows = measure(options, left)
+    return {
+        "size": options.size,
+        "rounds": options.rounds,
+        "whole": not parts,
+        "runs": [{"command": shlex.join([*words, *parts]), "before": before, "after": load()}],
+        "absent": absent() | left,
+        "rows": [each.to_json() for each in rows],
+    }
 
 
 if __name__ == "__main__":

@@ -36,9 +36,11 @@ class Save:
 
 
 def run(gb: float, place: Place, rounds: int) -> list[Row]:
-    each = returned(run_ranks(RANKS, _measure, gb, place.root, rounds, deadline=300))
+    deadline = max(300, 75 * gb * (rounds + 1))
+    each = returned(run_ranks(RANKS, _measure, gb, place.root, rounds, deadline=deadline))
     lacks, first = each[0]["lacks"], each[0]["taken"]
-    taken = {name: [_both(*pair) for pair in zip(first[name], each[1]["taken"][name], strict=True)] for name in first}
+    names = sorted(first, key=lambda name: name != OURS)
+    taken = {name: [_both(*pair) for pair in zip(first[name], each[1]["taken"][name], strict=True)] for name in names}
     return [row("publish, 2 FSDP2 ranks", place.name, name, lacks[name], gb, own, taken[OURS])
             for name, own in taken.items()]  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from functools import partial
@@ -50,6 +51,34 @@ def test_a_peer_that_is_ahead_is_named_with_why() -> None:
     assert line.startswith("torch.save (0.50): it digests nothing")
 
 
+def test_parts_of_a_table_that_ran_by_themselves_are_one_page(tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in ("publish", "stage")]
+    for path in paths:
+        task = Path(path).name
+        run = {"command": f"peers --only {task}", "before": "load 1", "after": "load 2"}
+        rows = [row(task, "disk", "ckptsync", "", 1.0, taken(1.0), taken(1.0)).to_json()]
+        Path(path).write_text(
+            json.dumps({"size": 8, "rounds": 2, "runs": [run], "absent": {task: "why"}, "rows": rows})
+        )
+    found = report.joined(paths)
+    text = report.page(found, "plot.png")
+    assert found["whole"]
+    assert "`peers --only publish` (load 1 before, load 2 after), `peers --only stage` (load 1 before" in text
+    assert "## Publish, disk" in text
+    assert "## Stage, disk" in text
+    assert "- stage: why" in text
+
+
+def test_what_ran_on_a_gpu_is_beside_the_others_and_not_absent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gpu = tmp_path / "gpu.json"
+    rows = [{"task": "into vLLM", "place": "H200", "way": "checkpoint-engine, pinned", "wall_ratio": 3.0}]
+    gpu.write_text(json.dumps({"runs": [{"command": "gpu_peers"}], "absent": {"runai": "no boto3"}, "rows": rows}))
+    monkeypatch.setattr(report, "GPU", str(gpu))
+    found = report.with_gpu({"runs": [], "absent": {"DCP": "left out"}, "rows": []})
+    assert (found["rows"], found["absent"]) == (rows, {"DCP": "left out", "runai": "no boto3"})
+    assert report._without_gpu({"checkpoint-engine": "no device", "DCP": "left out"}) == {"DCP": "left out"}
+
+
 def test_a_slime_delta_brings_a_local_file_to_the_new_state_in_place(tmp_path: Path) -> None:
     old, new = states()
     local, folder = str(tmp_path / "local.safetensors"), tmp_path / "weight_v000002"
@@ -86,21 +115,13 @@ def states() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
 def test_the_page_and_the_readme_have_each_peer_beside_ours_and_say_who_is_ahead() -> None:
     ways = {"ckptsync": 1.0, "bare write + fsync": 0.8, "torch.save + fsync": 2.0, "torch.save": 0.5}
     rows = [row("publish", "disk", way, "", 1.0, taken(wall), taken(1.0)).to_json() for way, wall in ways.items()]
-    chosen, absent = ["--without", "a way"], {"other": "no GPU"}
-    found = {
-        "size": 8,
-        "rounds": 1,
-        "chosen": chosen,
-        "before": "idle",
-        "after": "idle",
-        "rows": rows,
-        "absent": absent,
-    }
+    run = {"command": "peers --size 8 --without 'a way'", "before": "idle", "after": "idle"}
+    found = {"size": 8, "rounds": 1, "runs": [run], "rows": rows, "absent": {"other": "no GPU"}}
     page, lines = report.page(found, "images/peers.png"), report.summary(found)
     assert "| torch.save + fsync | 2.000 | 2.00 |" in page
     assert "- Ahead of ours: bare write + fsync (0.80): the limit" in page
-    assert "- other was not run on this machine: no GPU" in page
-    assert "--size 8 --rounds 1 --without 'a way'" in page
+    assert "- other: no GPU" in page
+    assert "`peers --size 8 --without 'a way'` (idle before, idle after)" in page
     assert "torch.save + fsync 2.00 · torch.save 0.50 | torch.save (0.50): it digests nothing" in lines[2]
 
 

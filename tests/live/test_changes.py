@@ -128,6 +128,24 @@ def test_changes_of_many_pieces_come_in_chunks_and_parts(monkeypatch: pytest.Mon
     assert held.holds(new)
 
 
+def test_of_a_piece_that_is_all_new_no_places_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def listed(*_: object) -> object:
+        raise AssertionError("places were listed")
+
+    monkeypatch.setattr(changes_module, "_differing_block", listed)
+    piece, new = torch.zeros(1 << 14), torch.rand(1 << 14) + 1
+    assert patch(piece, new, most(piece)) is None
+    assert torch.equal(piece, new)
+
+
+def test_a_column_that_changed_is_not_taken_for_a_piece_that_is_all_new() -> None:
+    piece, new = torch.zeros(1 << 10, 1 << 6), torch.zeros(1 << 10, 1 << 6)
+    new[:, 0] = 1  # a sample with the rows' own step would see nothing else
+    found = patch(piece, new, most(piece))
+    assert found is not None
+    assert found[0].tolist() == list(range(0, 1 << 16, 1 << 6))
+
+
 def test_a_live_view_with_gaps_is_copied_whole() -> None:
     memory = torch.zeros(8, 4)
     live = memory.t()

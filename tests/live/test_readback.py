@@ -11,6 +11,7 @@ from ckptsync.digest import digest
 from ckptsync.shards.tensors import tensor_bytes
 from tests.live.toys import Rank, Toy, checkpoint, layouts
 from watchers.live import payload as payload_module
+from watchers.live import readback
 from watchers.live.copy_plan import CopyPlan, gather, targets_of, trace
 from watchers.live.payload import Payload
 from watchers.live.readback import (
@@ -117,6 +118,18 @@ def test_sums_do_not_depend_on_the_address() -> None:
     shifted = torch.empty(101, dtype=torch.bfloat16)[1:]
     shifted.copy_(tensor)
     assert torch.equal(sums([tensor]), sums([shifted]))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("count", [ROW, 3 * ROW + 5])
+def test_the_hosts_sums_are_those_that_a_gpu_takes(dtype: torch.dtype, count: int) -> None:
+    generator = torch.Generator().manual_seed(count)
+    raw = torch.randint(0, 256, (count * 8,), dtype=torch.uint8, generator=generator)
+    tensor = raw.view(dtype)[: len(raw.view(dtype)) - 1]  # of an odd number of words, and of whole ones
+    for each in (raw.view(dtype), tensor):
+        table, rest = readback._rows(each)
+        on_gpu = [*(table.sum(dim=dim, dtype=torch.int64) for dim in (1, 0)), rest.to(torch.int64)]
+        assert torch.equal(sums([each]), readback._weighed([on_gpu]))
 
 
 def test_sums_tell_two_rows_apart() -> None:

@@ -28,12 +28,16 @@ from ckptsync.errors import (
     UnsupportedTensor,
 )
 from ckptsync.export.module import find_ties, live_tensors
+from ckptsync.logs import Pool
 from ckptsync.manifest import MAIN_TRACK, TensorEntry, TensorSpec, Track
 from ckptsync.shards.tensors import map_tensors, spec_of, tensor_bytes
 
 from ..proof import check_schema
 
 PAUSE_SECONDS = 600.0
+
+DIGESTERS = 4
+"""Threads that digest what is live, while the module waits: of a model on a GPU so many tensors are on the host."""
 
 
 class Gate:
@@ -174,9 +178,11 @@ class ModuleEngine(Versioned):
         """
         if self._label != version.label:
             raise ProofFailed(f"{self._name}: holds {self._label or 'no version'!r}, not {version.label}")
+        live = list(_by_entry(self.module, sorted(_track(version).tensors, key=_name)))
+        with Pool(DIGESTERS, thread_name_prefix="ckptsync-confirm") as pool:
+            digests = pool.map(lambda each: digest(tensor_bytes(each[1]), version.manifest.digest), live)
         rows, compared = [], True
-        for entry, tensor in _by_entry(self.module, sorted(_track(version).tensors, key=_name)):
-            found = digest(tensor_bytes(tensor), version.manifest.digest)
+        for (entry, tensor), found in zip(live, digests, strict=True):
             same_dtype = spec_of(entry.name, tensor).dtype == entry.dtype
             if same_dtype and found != entry.digest:
                 raise ProofFailed(f"{self._name}: {entry.name} is not the one of {version.label}")

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from .changes import Changes, Found, host_memory, most, pack, patch
+from .changes import Changes, Found, fill, host_memory, most, pack, patch
 from .copy_plan import CopyPlan, apply, gather
 from .readback import Live, copies, differing, disagreeing, live_views, put_and_sum, sums, wrong_fills
 
@@ -135,10 +135,10 @@ class Payload:
         read happens here and not in the pause."""
         live = live_views(plan, targets)
         pieces = self._pieces(live)
-        fill: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Found | None] = _copy if base is None else _patch
+        put: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Found | None] = _fill if base is None else _patch
 
         def each(piece: torch.Tensor, view: torch.Tensor, target: torch.Tensor) -> tuple[Found | None, torch.Tensor]:
-            return fill(piece, view, target), sums([piece])
+            return put(piece, view, target), sums([piece])
 
         with ThreadPoolExecutor(FILLERS, thread_name_prefix="ckptsync-fill") as pool:
             done = list(pool.map(each, pieces, views, live))
@@ -183,8 +183,8 @@ def _chunks(sizes: list[int]) -> Iterator[int]:
     yield chunk
 
 
-def _copy(piece: torch.Tensor, view: torch.Tensor, _: torch.Tensor) -> None:
-    piece.copy_(view)
+def _fill(piece: torch.Tensor, view: torch.Tensor, _: torch.Tensor) -> None:
+    fill(piece, view)
 
 
 def _patch(piece: torch.Tensor, view: torch.Tensor, live: torch.Tensor) -> Found | None:
