@@ -13,12 +13,16 @@ import errno
 import fcntl
 import mmap
 import os
+import sys
 
 BLOCK = 4096
 """A multiple of every common logical block size (512 or 4096)."""
 
 CHUNK = 16 << 20
 """Large enough that the device, not the system call, sets the pace."""
+
+TMPFS = 0x01021994
+"""statfs(2)."""
 
 REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
 
@@ -63,6 +67,14 @@ def switch(fd: int, on: bool) -> bool:
             return False
         raise
     return True
+
+
+def in_memory(fd: int) -> bool:
+    """Whether its file system is tmpfs, where O_DIRECT has no meaning (it is taken since Linux 6.6, and copies)."""
+    if sys.platform != "linux":
+        return False
+    found = (ctypes.c_long * 64)()  # struct statfs is 15 longs, and begins with f_type
+    return ctypes.CDLL(None).fstatfs(fd, found) == 0 and found[0] == TMPFS
 
 
 def write_all(fd: int, data: memoryview, offset: int) -> None:

@@ -1,7 +1,8 @@
 """Writing files of a LocalStore: temporary name, O_DIRECT, fsync, then rename or link, then fsync of the folder.
 
 Bytes go through aligned buffers that worker threads write, since a tensor seldom lies where O_DIRECT wants it. Large
-pieces that do lie there, at a block boundary of the file too, are written from where they are, without a copy.
+pieces that do lie there, at a block boundary of the file too, are written from where they are, without a copy; into
+memory (tmpfs) all large pieces are.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class LocalWriter:
         self._temporary = temporary
         self._name = name
         self._fd = fd
-        self._direct = direct_io and direct.switch(fd, True)
+        self._in_memory = direct.in_memory(fd)
+        self._direct = direct_io and not self._in_memory and direct.switch(fd, True)
         self._pipeline = self._buffers()
         self._begin = self._size = 0
         """Where in the file the pipeline's first byte lies, and how many bytes were taken in all."""
@@ -66,7 +68,7 @@ class LocalWriter:
 
     def _write(self, view: memoryview) -> None:
         blocks = len(view) // direct.BLOCK * direct.BLOCK
-        if self._direct and blocks >= NO_COPY and self._lies_right(view):
+        if blocks >= NO_COPY and (self._in_memory or (self._direct and self._lies_right(view))):
             self._drain()
             self._put_at(self._size, view[:blocks])
             self._begin = self._size = self._size + blocks

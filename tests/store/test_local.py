@@ -216,6 +216,7 @@ def test_a_file_system_without_o_direct_gets_the_same_bytes(store: LocalStore, m
 
 
 def test_large_files_are_written_past_the_page_cache(store: LocalStore, monkeypatch) -> None:
+    monkeypatch.setattr(direct, "in_memory", lambda _: False)  # the folder of tests may be
     real, seen = os.pwrite, {}
 
     def recording(fd: int, data: memoryview, offset: int) -> int:
@@ -227,6 +228,31 @@ def test_large_files_are_written_past_the_page_cache(store: LocalStore, monkeypa
     assert seen == {0: True, CHUNK: True, 2 * CHUNK: False}
     put_bytes(LocalStore(store.url, direct=False), "cached", bytes(2 * CHUNK + 1))
     assert seen == {0: False, CHUNK: False, 2 * CHUNK: False}
+
+
+def test_into_memory_large_pieces_are_written_from_where_they_lie(store: LocalStore, monkeypatch) -> None:
+    monkeypatch.setattr(direct, "in_memory", lambda _: True)
+    real, seen = os.pwrite, {}
+
+    def recording(fd: int, data: memoryview, offset: int) -> int:
+        seen[offset] = direct.address(data), len(data)
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", recording)
+    large = memoryview(bytearray(os.urandom((2 << 20) + 64)))[1:]  # at an odd address
+    writer = store.write("shard.bin")
+    writer.write(b"header")
+    writer.write(large)
+    writer.commit()
+    assert seen[len(b"header")] == (direct.address(large), 2 << 20)
+    assert pathlib.Path(store.url, "shard.bin").read_bytes() == b"header" + large
+
+
+def test_the_kernels_tmpfs_is_memory_and_other_file_systems_are_not() -> None:
+    for folder, memory in (("/dev/shm", True), ("/proc", False), ("/sys", False)):
+        handle = os.open(folder, os.O_RDONLY)
+        assert direct.in_memory(handle) is memory
+        os.close(handle)
 
 
 @pytest.mark.parametrize(("offset", "shift"), [(0, 0), (4096, 0), (4096, 1), (100, 100), (100, 0), (4000, 4000)])
