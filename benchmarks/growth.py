@@ -41,6 +41,7 @@ from watchers.stage import Stage
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 
+TITLES = {"requests": "requests", "nbytes": "bytes", "cpu": "CPU seconds"}
 QUADRATIC = 1.5
 """An exponent above this is no longer linear. Of CPU, n log n and caches that are too small come to 1.1 to 1.3."""
 
@@ -227,22 +228,29 @@ def exponent(curve: Sequence[tuple[int, float]], least: float) -> float | None:
 
 
 def draw(found: Sequence[Cost], path: str) -> None:
-    """One row for each axis: requests, bytes and CPU seconds."""
-    from matplotlib import pyplot
+    """One row for each axis: requests, bytes and CPU seconds. An action has one colour everywhere; the broken line is
+    linear."""
+    from matplotlib import colormaps, pyplot
 
-    axes = list(dict.fromkeys(cost.axis for cost in found))
+    axes, actions = (list(dict.fromkeys(values)) for values in zip(*((c.axis, c.action) for c in found), strict=True))
+    colours = dict(zip(actions, colormaps["tab20"].colors, strict=False))  # type: ignore[attr-defined]
     figure, grid = pyplot.subplots(len(axes), 3, figsize=(11, 2.6 * len(axes)), squeeze=False)
     for axis, row in zip(axes, grid, strict=True):
-        for plot, what in zip(row, ("requests", "nbytes", "cpu"), strict=True):
-            for action in dict.fromkeys(cost.action for cost in found if cost.axis == axis):
-                curve = [(c.size, getattr(c, what)) for c in found if (c.axis, c.action) == (axis, action)]
-                plot.plot(*zip(*curve, strict=True), marker=".", label=action)
-            plot.set(xscale="log", yscale="symlog" if what != "cpu" else "log", xlabel=axis)
-            plot.set_title({"requests": "requests", "nbytes": "bytes", "cpu": "CPU seconds"}[what], fontsize=9)
+        costs = [cost for cost in found if cost.axis == axis]
+        for plot, (what, title) in zip(row, TITLES.items(), strict=True):
+            for action in dict.fromkeys(cost.action for cost in costs):
+                curve = [(c.size, getattr(c, what)) for c in costs if c.action == action]
+                plot.plot(*zip(*curve, strict=True), marker=".", label=action, color=colours[action])
+            sizes = [min(c.size for c in costs), max(c.size for c in costs)]
+            least = min((getattr(c, what) for c in costs if c.size == sizes[0] and getattr(c, what)), default=1)
+            plot.plot(sizes, [least, least * sizes[1] / sizes[0]], "--", color="grey", linewidth=0.8, label="linear")
+            plot.set(xscale="log", yscale="log", xlabel=axis)  # what costs nothing has no point
+            plot.set_title(title, fontsize=9)
             plot.grid(alpha=0.3)
         row[2].legend(fontsize=6, loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()
     figure.savefig(path, dpi=70)
+    pyplot.close(figure)
 
 
 def main() -> None:

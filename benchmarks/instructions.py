@@ -1,6 +1,6 @@
 """Instructions that compiled code runs on the hot paths, counted by valgrind: the same however busy the machine is.
 
-    python -m benchmarks.instructions [--record]        # a part of `make bench-smoke`; 50 s
+    python -m benchmarks.instructions [--record]        # a part of `make bench-smoke`; 1 to 2 min
 
 Against benchmarks/results/instructions.json: it fails where a path runs 20 % more than there. Counts are those of the
 libraries and the processor's features that they were recorded with; with others it says so, and compares nothing. Nor

@@ -98,7 +98,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """One fleet and its settings. Engines are hosts of 8 GPUs that hold a whole model each."""
+    """One fleet and its settings. Engines are hosts of 8 GPUs that hold a whole model between them."""
 
     nbytes: float = 2e12
     kind: Literal["full", "delta"] = "full"

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shlex
 import sys
@@ -29,13 +30,13 @@ from benchmarks.peers import deltas, live, loading, ranks, report, saving, ways
 from benchmarks.peers.clock import Row
 from benchmarks.peers.elsewhere import Elsewhere
 from benchmarks.peers.weights import model_of
+from ckptsync.store import direct
 
 RESULTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "results")
 SIZE = 0.5
 """GB of which the page and the README's table are; others get files and pages of their own."""
 ALONE = {"publish": saving.run, "stage": loading.run, "live": live.run}
 TASKS = (*ALONE, "ranks", "delta")
-PLACES = ("disk", "/dev/shm", "S3")
 DELTA_SHARE = 0.25
 """Of the size: arc_v3 encodes 0.06 GB/s."""
 HELD = {"publish": 2, "stage": 4, "live": 4, "ranks": 4, "delta": 2}
@@ -100,33 +101,62 @@ def absent() -> dict[str, str]:
 
 def chosen(options: argparse.Namespace) -> list[str]:
     """The options that make it less than the whole table."""
-    parts = {"--only": (options.only, TASKS), "--places": (options.places, PLACES), "--without": (options.without, ())}
+    parts = {
+        "--only": (options.only, TASKS),
+        "--places": (options.places, report.PLACES),
+        "--without": (options.without, ()),
+    }
     return [word for name, (some, every) in parts.items() if set(some) != set(every) for word in (name, *some)]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", type=float, default=SIZE, help="GB of weights")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--root", default=os.getcwd(), help="a folder on the disk to be measured; not tmpfs")
     parser.add_argument("--only", nargs="+", choices=TASKS, default=TASKS)
-    parser.add_argument("--places", nargs="+", choices=PLACES, default=PLACES, help="of what one process does")
+    parser.add_argument(
+        "--places", nargs="+", choices=report.PLACES, default=report.PLACES, help="of what one process does"
+    )
     parser.add_argument("--without", nargs="+", default=[], metavar="WAY", help="such as what memory does not allow")
     parser.add_argument("--readme", action="store_true", help="put the table into README.md")
     parser.add_argument("--json", action="store_true", help="print what was found, and write nothing")
     parser.add_argument("--page", nargs="+", metavar="FILE", help="run nothing: write the page of what these hold")
     options = parser.parse_args(arguments)
-    found = report.joined(options.page) if options.page else run(options)
+    try:
+        check(options)
+        parts = report.joined(options.page) if options.page else None
+    except ValueError as error:
+        parser.error(str(error))
+    found = parts or run(options)
     if options.json:
         print(json.dumps(found))
         return
     report.show(found)
-    if found["size"] == SIZE and not found["whole"]:
-        return  # a part of the table is not the table
+    if not (report.whole(found) or (options.page and found["size"] != SIZE)):
+        print("a part of the table: no page is written; put parts together with `--json` and `--page`", file=sys.stderr)
+        return
     suffix = "" if found["size"] == SIZE else f"-{found['size']:g}gb"
     with open(os.path.join(RESULTS, f"peers{suffix}.json"), "w", encoding="utf-8") as file:
         json.dump(found, file, indent=1)
     report.write(found, suffix, readme=options.readme)
+
+
+def check(options: argparse.Namespace) -> None:
+    """ValueError for what nothing can be measured with."""
+    if not 0 < options.size < math.inf:
+        raise ValueError(f"--size is in GB and above 0, not {options.size}")
+    if options.rounds < 1:
+        raise ValueError(f"--rounds is 1 at least, not {options.rounds}")
+    if not os.path.isdir(options.root):
+        raise ValueError(f"--root {options.root} is not a folder")
+    handle = os.open(options.root, os.O_RDONLY)
+    in_memory = direct.in_memory(handle)
+    os.close(handle)
+    if in_memory:
+        raise ValueError(f"--root {options.root} is in memory (tmpfs): name a folder on the disk to be measured")
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -138,7 +168,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "size": options.size,
         "rounds": options.rounds,
-        "whole": not parts,
         "runs": [{"command": shlex.join([*words, *parts]), "before": before, "after": load()}],
         "absent": absent() | left,
         "rows": [each.to_json() for each in rows],

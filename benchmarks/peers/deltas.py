@@ -25,7 +25,8 @@ from watchers.stage import Stage
 
 DENSITY = 0.01
 TENSORS = 32
-EFFORTS = ("fast", "best")
+EFFORTS = ("best", "fast")
+"""The first is the default, and the base of the ratios."""
 FIREWORKS = ("arc_v2", "arc_v3")
 SLIME = "slime-style XOR + zstd-1"
 State = dict[str, torch.Tensor]

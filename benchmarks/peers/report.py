@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import groupby
 from typing import Any
 
@@ -19,36 +19,52 @@ DOCS = os.path.join(ROOT, "docs")
 README = os.path.join(ROOT, "README.md")
 GPU = os.path.join(ROOT, "benchmarks", "results", "gpu-peers.json")
 EVEN = 0.95
-"""From this ratio of times on a peer is not ahead: rounds differ by more than that."""
+"""Below this ratio a peer is ahead: rounds differ by more than the rest."""
 
-LIVE = "it is called, not found, and reads what its save left in the page cache; nothing is digested, staged or proven"
+COSTS = ("time", "CPU", "pause", "stall")
+"""In which a way may be ahead."""
+
+WAITED_FOR = ("time", "pause", "stall")
+"""Those of the README."""
+
+LIVE = "one call in one process: nothing is committed, digested, staged, proven; it reads what its save left in memory"
 WHY = {
     "bare": "the limit: it writes or reads the bytes and does nothing else",
     "safetensors load_file": "it maps the store's own pages; ours leaves a verified copy that outlives them",
     "safetensors save_file": "it digests nothing and leaves no commit",
     "transformers from_pretrained": "as load_file",
     "transformers save_pretrained": "as save_file",
-    "runai-model-streamer": "it verifies nothing and keeps no copy on the host",
-    "fastsafetensors": "it verifies nothing and keeps no copy on the host",
-    "torch.load": "it verifies nothing, keeps no copy on the host, and what it reads must not come from strangers",
+    "runai-model-streamer": "it verifies nothing, and leaves nothing for the next engine of the host",
+    "fastsafetensors": "it verifies nothing, and leaves nothing for the next engine of the host",
+    "torch.load": "it verifies nothing, leaves nothing for the next engine, and must not read what strangers wrote",
     "torch.save": "it digests nothing and leaves no commit, and what it writes must not be loaded from strangers",
+    "torch.save + fsync, torch.load mapped": LIVE,
     "save_file": LIVE,
     "save_pretrained": LIVE,
     "DCP": "every rank writes its own shards and nothing is gathered, so only DCP reads it; no digest",
-    "slime": "it XORs and compresses, no more: about twice the bytes, and applied in place, so a failure leaves a mix",
+    "DCP save, load in place": "it reads straight into the live tensors: a failure leaves a mix; no digest, no proof",
+    "DCP load": "it verifies nothing, and leaves nothing for the next engine of the host",
+    "s3fs get": "it verifies nothing",
+    "slime": "XOR and zstd-1 are less work and twice the bytes; it is applied in place, so a failure leaves a mix",
     "Fireworks": "adler32 only, no commit, more bytes; what it writes of arc_v3 must not be loaded from strangers",
-    "reload_weights": "it gathers and proves nothing beforehand: vLLM is paused for all of it, see its pause over ours",
-    "checkpoint-engine": "vLLM is paused for longer; it proves nothing",
-    "ckptsync": "another way of ours: no stage, or more ranks writing",
+    "reload_weights": "it gathers and proves nothing beforehand: vLLM is paused for all of it",
+    "checkpoint-engine": "it proves nothing, and vLLM is paused for longer",
+    "ckptsync load_tensors": "ours without a stage, into the tensors of one process",
+    "ckptsync": "ours, done in another way",
 }
 """Why a way may be ahead of ours, by how its name begins; the longest that fits counts."""
+
+PLACES = ("disk", "/dev/shm", "S3")
+EVERYWHERE = ("publish", "stage + verify", "publish to live")
+TASKS = (*EVERYWHERE, "publish, 2 FSDP2 ranks", "delta, publish", "delta, apply")
 
 Rows = list[dict[str, Any]]
 
 
 def tasks(rows: Rows) -> Iterator[tuple[str, str, Rows]]:
+    """Ours first, the base of the ratios."""
     for (task, place), group in groupby(rows, key=lambda row: (row["task"], row["place"])):
-        yield task, place, list(group)
+        yield task, place, sorted(group, key=lambda row: row["way"] != OURS)
 
 
 def show(found: dict[str, Any]) -> None:
@@ -73,26 +89,59 @@ def write(found: dict[str, Any], suffix: str, *, readme: bool) -> None:
         _into_readme("\n".join(summary(found)))
 
 
-INTRODUCTION = """\
+INTRODUCTION = f"""\
 Every figure is a ratio within one run: each way of a task runs once in each round, in turning order, and what is shown
 is the median over the rounds of its time over ours. **Above 1, ckptsync is faster** (or takes less CPU, or pauses for
-a shorter time). Peak memory is the growth of the process's resident memory, on the rank where it is largest. Where
-ours makes bytes durable with fsync and a peer does not, the peer is shown both ways. Wall times on S3 are mostly those
-of the server, a SeaweedFS on the same machine. The script is `benchmarks/peers/`.
+a shorter time); a way is called ahead of ours below {EVEN}. Peak memory is what the process's resident memory grew by,
+on the rank where it is largest: what a call uses again of what earlier ones left in the same process does not count.
+Where ours makes bytes durable with fsync and a peer does not, the peer is shown both ways. Wall times on S3 are mostly
+those of the server, a SeaweedFS on the same machine. Deltas are of a quarter of the size; slime's are written by its
+published layout. In publish to live our watcher is woken after the commit, as a trainer's `POST /wake` does it.
+The script is `benchmarks/peers/`.
 """
+
+ELSEWHERE = (
+    "ranks and deltas: on a disk alone",
+    "on S3: DCP's HF writer, fastsafetensors and torch.load",
+)
+"""What no run of any size has."""
 
 NOTES = ", ".join(f"[{n}](design/{name}.md)" for n, name in ((8, "0008-copy-plan"), (17, "0017-fast-transports")))
 
 
 def joined(paths: Iterable[str]) -> dict[str, Any]:
     """Parts of one table, each run by itself with `--json`. Each part's ratios are within its own run."""
-    parts = [_read(path) for path in paths]
+    parts = [_part(path) for path in paths]
+    if len({(part["size"], part["rounds"]) for part in parts}) > 1:
+        raise ValueError("these are parts of different tables: their sizes or rounds differ")
+    rows = [{"made": runs(part), **row} for part in parts for row in part["rows"]]
     return parts[0] | {
-        "whole": True,
         "runs": [run for part in parts for run in part["runs"]],
         "absent": {name: why for part in parts for name, why in part["absent"].items()},
-        "rows": [row for part in parts for row in part["rows"]],
+        "rows": sorted(rows, key=_order),
     }
+
+
+def _part(path: str) -> dict[str, Any]:
+    """ValueError, naming the file, for what no run of the peers printed."""
+    try:
+        found = _read(path)
+        missing = {"size", "rounds", "runs", "absent", "rows"} - found.keys()
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is not what `--json` prints: {error}") from error
+    if missing:
+        raise ValueError(f"{path} is not what `--json` prints: it has no {', '.join(sorted(missing))}")
+    return dict(found)
+
+
+def _order(row: dict[str, Any]) -> tuple[int, int]:
+    return TASKS.index(row["task"]), PLACES.index(row["place"])
+
+
+def whole(found: dict[str, Any]) -> bool:
+    """Whether every task is there, and at every place where one process does it."""
+    there = {(row["task"], row["place"]) for row in found["rows"]}
+    return there >= {(task, place) for task in TASKS for place in (PLACES if task in EVERYWHERE else PLACES[:1])}
 
 
 def with_gpu(found: dict[str, Any]) -> dict[str, Any]:
@@ -117,8 +166,8 @@ def _read(path: str) -> Any:
 
 
 def page(found: dict[str, Any], image: str) -> str:
-    size = f"{found['size']:g} GB of bf16 weights, {found['rounds']} rounds"
-    out = ["# Beside its peers", "", f"{size}. Made by {runs(found)}.", ""]
+    rounds = f"{found['rounds']} round{'s' * (found['rounds'] > 1)}"
+    out = ["# Beside its peers", "", f"{found['size']:g} GB of bf16 weights, {rounds}. Made by {runs(found)}.", ""]
     out += [INTRODUCTION, f"![Times of the peers over ours]({image})", ""]
     for task, place, rows in tasks(found["rows"]):
         out += _section(task, place, rows)
@@ -126,6 +175,7 @@ def page(found: dict[str, Any], image: str) -> str:
         "## Not measured",
         "",
         *_absent(found),
+        *(f"- {each}" for each in ELSEWHERE),
         f"- More on GPUs: design notes {NOTES}, by `benchmarks/gpu_*.py`.",
         "",
     ]
@@ -140,7 +190,9 @@ def runs(found: dict[str, Any]) -> str:
 
 def _section(task: str, place: str, rows: Rows) -> Iterator[str]:
     names = sorted({name for row in rows for name in row["part_ratios"]} - {"stored"})
-    yield from (f"## {task[0].upper()}{task[1:]}, {place}", "")
+    yield from (f"## {task[0].upper()}{task[1:]}, {place}, {rows[0]['gb']:.2g} GB", "")
+    if "made" in rows[0]:
+        yield from (f"Made by {rows[0]['made']}.", "")
     heads = [
         "way",
         "seconds",
@@ -161,10 +213,19 @@ def _section(task: str, place: str, rows: Rows) -> Iterator[str]:
     yield ""
 
 
-def ahead(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """The ways that took less time than ours, each with why."""
-    return [f"{row['way']} ({row['wall_ratio']:.2f}): {_why(row['way'])}" for row in rows
-            if row["way"] != OURS and row["wall_ratio"] < EVEN]  # fmt: skip
+def ahead(rows: Iterable[dict[str, Any]], costs: Collection[str] = COSTS) -> list[str]:
+    """The ways that cost less than ours, in which respect, and why; those of one reason together."""
+    by_reason: dict[str, list[str]] = {}
+    for row in rows:
+        less = [f"{name} {ratio:.2f}" for name, ratio in _ratios(row).items() if name in costs and ratio < EVEN]
+        if less and row["way"] != OURS:
+            by_reason.setdefault(_why(row["way"]), []).append(f"{row['way']} ({', '.join(less)})")
+    return [f"{'; '.join(ways)}: {why}" for why, ways in by_reason.items()]
+
+
+def _ratios(row: dict[str, Any]) -> dict[str, float]:
+    found = {"time": row["wall_ratio"], "CPU": row["cpu_ratio"], **row["part_ratios"]}
+    return {name: ratio for name, ratio in found.items() if ratio is not None}
 
 
 def _why(way: str) -> str:
@@ -176,11 +237,12 @@ def summary(found: dict[str, Any]) -> list[str]:
     """The README's lines: one for each task and place, with every peer."""
     lines = ["| task | ckptsync | the others' time over ours | ahead of ours |", "|---|---|---|---|"]
     for task, place, rows in tasks(found["rows"]):
-        others = [row for row in rows[1:] if not row["way"].startswith("bare")]
-        ratios = " · ".join(f"{row['way']} {row['wall_ratio']:.2f}" for row in others)
-        behind = "; ".join(ahead(others)) or "none"
+        ratios = " · ".join(f"{row['way']} {row['wall_ratio']:.2f}" for row in rows[1:])
+        others = [row for row in rows if not row["way"].startswith(("bare", OURS))]
+        behind = "; ".join(ahead(others, WAITED_FOR)) or "none"
         lines.append(f"| {task}, {place} | {rows[0]['wall']:.2f} s | {ratios} | {behind} |")
-    more = "With CPU, memory, stalls, pauses, and what each peer leaves out: [docs/benchmarks.md](docs/benchmarks.md)"
+    more = f"Below {EVEN} a way is ahead; a bare write or read is the limit. With CPU, memory, bytes stored, stalls and"
+    more += " pauses, and what each leaves out: [docs/benchmarks.md](docs/benchmarks.md)"
     more += ", [of 2 GB](docs/benchmarks-2gb.md), [of 8 GB](docs/benchmarks-8gb.md)."
     return [*lines, "", f"Medians within one run, by {runs(found)}. {more}"]
 

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from benchmarks.peers import report, slime
-from benchmarks.peers.__main__ import available, fits_of
+from benchmarks.peers.__main__ import available, fits_of, main
 from benchmarks.peers.clock import Taken, row, turns
 
 ROOT = Path(__file__).parents[2]
@@ -44,29 +44,82 @@ print(take(lambda: {"bytes": len(b"x" * (32 << 20))}).peak)
     assert 28 << 20 < peak < 40 << 20
 
 
-def test_a_peer_that_is_ahead_is_named_with_why() -> None:
-    rows = [{"way": "ckptsync", "wall_ratio": 1.0}, {"way": "torch.save", "wall_ratio": 0.5},
-            {"way": "safetensors save_file", "wall_ratio": 1.5}]  # fmt: skip
-    (line,) = report.ahead(rows)
-    assert line.startswith("torch.save (0.50): it digests nothing")
+def test_a_peer_that_is_ahead_in_time_or_cpu_or_pause_is_named_with_why() -> None:
+    rows = [
+        found("ckptsync", 1.0),
+        found("torch.save", 0.5, cpu=0.9),
+        found("save_file, load_file", 1.5, pause=0.4),
+        found("save_pretrained", 0.7),
+        found("DCP save", 1.2),
+    ]
+    pickle, live = report.ahead(rows)
+    assert pickle.startswith("torch.save (time 0.50, CPU 0.90): it digests nothing")
+    assert live.startswith("save_file, load_file (pause 0.40); save_pretrained (time 0.70): one call in one process")
+    assert not report.ahead(rows[4:])
 
 
-def test_parts_of_a_table_that_ran_by_themselves_are_one_page(tmp_path: Path) -> None:
-    paths = [str(tmp_path / name) for name in ("publish", "stage")]
-    for path in paths:
-        task = Path(path).name
-        run = {"command": f"peers --only {task}", "before": "load 1", "after": "load 2"}
-        rows = [row(task, "disk", "ckptsync", "", 1.0, taken(1.0), taken(1.0)).to_json()]
-        Path(path).write_text(
-            json.dumps({"size": 8, "rounds": 2, "runs": [run], "absent": {task: "why"}, "rows": rows})
-        )
-    found = report.joined(paths)
-    text = report.page(found, "plot.png")
-    assert found["whole"]
-    assert "`peers --only publish` (load 1 before, load 2 after), `peers --only stage` (load 1 before" in text
-    assert "## Publish, disk" in text
-    assert "## Stage, disk" in text
+def found(way: str, wall: float, cpu: float | None = 1.0, **parts: float) -> dict[str, object]:
+    return {"way": way, "wall_ratio": wall, "cpu_ratio": cpu, "part_ratios": parts}
+
+
+def part(path: Path, *, size: float = 8, task: str = "publish", place: str = "disk") -> str:
+    """What `--json` prints of one task."""
+    run = {"command": f"peers --only {path.name}", "before": "load 1", "after": "load 2"}
+    rows = [row(task, place, way, "", 1.0, taken(1.0), taken(1.0)).to_json() for way in ("torch.save", "ckptsync")]
+    found = {"size": size, "rounds": 2, "runs": [run], "absent": {path.name: "why"}, "rows": rows}
+    path.write_text(json.dumps(found))
+    return str(path)
+
+
+def test_parts_of_a_table_that_ran_by_themselves_are_one_page_with_the_command_of_each(tmp_path: Path) -> None:
+    staged = part(tmp_path / "stage", task="stage + verify")
+    joined = report.joined([staged, part(tmp_path / "publish")])
+    text = report.page(joined, "plot.png")
+    publish, stage = text.index("## Publish, disk, 1 GB"), text.index("## Stage + verify, disk, 1 GB")
+    assert publish < text.index("Made by `peers --only publish` (load 1 before, load 2 after).") < stage
     assert "- stage: why" in text
+    assert not report.whole(joined)
+
+
+def test_a_table_is_whole_with_every_task_and_each_place_of_those_of_one_process(tmp_path: Path) -> None:
+    pairs = [(task, place) for task in report.EVERYWHERE for place in report.PLACES]
+    pairs += [(task, "disk") for task in report.TASKS[len(report.EVERYWHERE) :]]
+    paths = [part(tmp_path / str(n), task=task, place=place) for n, (task, place) in enumerate(pairs)]
+    assert report.whole(report.joined(paths))
+    assert not report.whole(report.joined(paths[1:]))
+
+
+def test_parts_of_different_tables_are_refused_and_so_is_what_no_run_printed(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_text("{}")
+    for paths, said in (
+        ([part(tmp_path / "a"), part(tmp_path / "b", size=2)], "their sizes or rounds differ"),
+        ([str(other)], "other is not what `--json` prints: it has no absent"),
+        ([str(tmp_path / "absent")], "absent is not what `--json` prints: .*No such file"),
+        ([__file__], "test_peers.py is not what `--json` prints"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            report.joined(paths)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--size", "0"], "--size is in GB and above 0"),
+        (["--size", "nan"], "--size is in GB"),
+        (["--rounds", "0"], "--rounds is 1 at least"),
+        (["--root", "/nowhere"], "--root /nowhere is not a folder"),
+        (["--root", "/dev/shm"], "in memory"),
+        (["--page", "/nowhere"], "/nowhere is not what `--json` prints"),
+    ],
+)
+def test_what_nothing_can_be_measured_with_is_a_usage_error(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 def test_what_ran_on_a_gpu_is_beside_the_others_and_not_absent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -119,10 +172,12 @@ def test_the_page_and_the_readme_have_each_peer_beside_ours_and_say_who_is_ahead
     found = {"size": 8, "rounds": 1, "runs": [run], "rows": rows, "absent": {"other": "no GPU"}}
     page, lines = report.page(found, "images/peers.png"), report.summary(found)
     assert "| torch.save + fsync | 2.000 | 2.00 |" in page
-    assert "- Ahead of ours: bare write + fsync (0.80): the limit" in page
+    assert "- Ahead of ours: bare write + fsync (time 0.80, CPU 0.80, pause 0.80): the limit" in page
     assert "- other: no GPU" in page
     assert "`peers --size 8 --without 'a way'` (idle before, idle after)" in page
-    assert "torch.save + fsync 2.00 · torch.save 0.50 | torch.save (0.50): it digests nothing" in lines[2]
+    assert (
+        "bare write + fsync 0.80 · torch.save + fsync 2.00 · torch.save 0.50 | torch.save (time 0.50, pause" in lines[2]
+    )
 
 
 def test_what_memory_does_not_allow_is_left_out_and_named() -> None:
