@@ -240,7 +240,8 @@ def summary(found: dict[str, Any]) -> list[str]:
         ratios = " · ".join(f"{row['way']} {row['wall_ratio']:.2f}" for row in rows[1:])
         others = [row for row in rows if not row["way"].startswith(("bare", OURS))]
         behind = "; ".join(ahead(others, WAITED_FOR)) or "none"
-        lines.append(f"| {task}, {place} | {rows[0]['wall']:.2f} s | {ratios} | {behind} |")
+        own = "" if rows[0]["way"] == OURS else rows[0]["way"].removeprefix(OURS)
+        lines.append(f"| {task}, {place} | {rows[0]['wall']:.2f} s{own} | {ratios} | {behind} |")
     more = f"Below {EVEN} a way is ahead; a bare write or read is the limit. With CPU, memory, bytes stored, stalls and"
     more += " pauses, and what each leaves out: [docs/benchmarks.md](docs/benchmarks.md)"
     more += ", [of 2 GB](docs/benchmarks-2gb.md), [of 8 GB](docs/benchmarks-8gb.md)."
