@@ -17,6 +17,7 @@ import json
 import math
 import os
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -160,6 +161,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `timeout` too leaves no servers and no gigabytes behind
     transformers_logging.disable_progress_bar()
     words = f"python -m benchmarks peers --size {options.size:g} --rounds {options.rounds}".split()
     parts, before = chosen(options), load()

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks.peers.clock import Row, Taken, row, take, turns
@@ -54,9 +55,10 @@ def _both(one: Taken, other: Taken) -> Taken:
 def _measure(rank: int, gb: float, root: str, rounds: int) -> dict[str, Any]:
     model = model_of(gb)
     size = nbytes(model)
+    mesh = init_device_mesh("cpu", (RANKS,))  # else the GPU's, where there is one
     for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     taken: dict[str, list[Taken]] = {}
     with (
         Publisher(f"{root}/ranks") as one,
