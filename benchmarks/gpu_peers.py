@@ -35,11 +35,10 @@ from benchmarks.common import load
 from benchmarks.gpu_checkpoint_engine import EXTENSION, CheckpointEngine
 from benchmarks.gpu_common import DEVICE, seconds
 from benchmarks.gpu_pause import Engine, device_name, library_versions, make_version
-from benchmarks.peers.clock import Row, Taken, row, turns
+from benchmarks.peers.clock import OURS, Row, Taken, row, turns
 from benchmarks.shapes import SHAPES
 from ckptsync.engine import StagedVersion
 
-OURS = "ckptsync"
 TASK = "into vLLM"
 UNPROVEN = "no discovery, no digest, no proof"
 MIX = UNPROVEN + ", a failure leaves a mix"

@@ -127,7 +127,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--page", nargs="+", metavar="FILE", help="run nothing: write the page of what these hold")
     options = parser.parse_args(arguments)
     try:
-        check(options)
+        if not options.page:
+            check(options)
         parts = report.joined(options.page) if options.page else None
     except ValueError as error:
         parser.error(str(error))

@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+OURS = "ckptsync"
+"""The way that the others' ratios are to."""
+
 
 @dataclass(frozen=True, slots=True)
 class Taken:

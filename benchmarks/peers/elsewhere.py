@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 from types import TracebackType
 from typing import Any, Self
 
 from benchmarks.peers.clock import Taken
+from benchmarks.peers.lines import Cannot, Process
 from tests.envs import make
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
-
-
-class Cannot(Exception):
-    """A peer that does not run here, in its own words."""
 
 
 class Elsewhere:
@@ -26,30 +21,18 @@ class Elsewhere:
         self._environment = environment or {}
 
     def __enter__(self) -> Self:
-        self._process = subprocess.Popen(
-            [make.ensure("peers"), "-m", "benchmarks.peers.guest"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT,
-            env={**os.environ, **self._environment, "PYTHONPATH": ROOT},
-        )  # fmt: skip
+        command = [make.ensure("peers"), "-m", "benchmarks.peers.guest"]
+        self._process = Process(command, {**self._environment, "PYTHONPATH": ROOT}, ROOT)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._process.communicate()
+        self._process.close()
 
     def ask(self, what: str, **arguments: Any) -> Taken:
         """Cannot if it failed there."""
-        if self._process.stdin is None or self._process.stdout is None:
-            raise Cannot("it was not started")
-        print(json.dumps({"what": what, **arguments}), file=self._process.stdin, flush=True)
-        line = self._process.stdout.readline()
-        if not line:
-            raise Cannot(f"its process ended with {self._process.wait()}")
-        found = json.loads(line)
-        if "cannot" in found:
-            raise Cannot(found["cannot"])
-        return Taken(**found)
+        return Taken(**self._process.ask(what, **arguments))
 
     def cannot(self, what: str, **arguments: Any) -> str:
         """Why it does not run here; empty if it does. Also loads its libraries, uncounted."""

@@ -5,16 +5,16 @@ One JSON line in, one out: {"what": NAME, ...} -> what clock.take found, or {"ca
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.peers import lines
 from benchmarks.peers.clock import take
 
 
@@ -76,19 +76,12 @@ WORKS: dict[str, Callable[..., None]] = {
 }
 
 
-def answer(question: dict[str, Any]) -> dict[str, Any]:
-    work = WORKS[question.pop("what")]
-    try:
-        return asdict(take(lambda: work(**question)))
-    except Exception as error:  # noqa: BLE001 - any of theirs is an answer: this one does not run here
-        return {"cannot": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+def counted(work: Callable[..., None], **arguments: Any) -> dict[str, Any]:
+    return asdict(take(lambda: work(**arguments)))
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is not an answer
-    for line in sys.stdin:
-        print(json.dumps(answer(json.loads(line))), file=answers, flush=True)
+    lines.serve({name: partial(counted, work) for name, work in WORKS.items()}, lines.answers())
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from benchmarks.peers import saving
-from benchmarks.peers.clock import Row
-from benchmarks.peers.ways import OURS, Place, Way, compare, sync
+from benchmarks.peers.clock import OURS, Row
+from benchmarks.peers.ways import Place, Way, compare, sync
 from benchmarks.peers.weights import model_of, nbytes, step
 from watchers.engines.module import ModuleEngine
 from watchers.health import Receipt

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.peers import saving
-from benchmarks.peers.clock import Row, Taken
+from benchmarks.peers.clock import OURS, Row, Taken
 from benchmarks.peers.elsewhere import Elsewhere
-from benchmarks.peers.ways import OURS, Place, Way, compare, cool, empty
+from benchmarks.peers.ways import Place, Way, compare, cool, empty
 from benchmarks.peers.weights import nbytes
 from ckptsync.channel import Channel
 from ckptsync.shards.tensors import load_tensors

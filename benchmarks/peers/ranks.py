@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.peers.clock import Row, Taken, row, take, turns
+from benchmarks.peers.clock import OURS, Row, Taken, row, take, turns
 from benchmarks.peers.saving import BARE
-from benchmarks.peers.ways import OURS, Place, sync
+from benchmarks.peers.ways import Place, sync
 from benchmarks.peers.weights import model_of, nbytes
 from ckptsync.publish import Publisher
 from tests.trainer.ranks_harness import returned, run_ranks
@@ -40,8 +40,7 @@ def run(gb: float, place: Place, rounds: int) -> list[Row]:
     deadline = max(300, 75 * gb * (rounds + 1))
     each = returned(run_ranks(RANKS, _measure, gb, place.root, rounds, deadline=deadline))
     lacks, first = each[0]["lacks"], each[0]["taken"]
-    names = sorted(first, key=lambda name: name != OURS)
-    taken = {name: [_both(*pair) for pair in zip(first[name], each[1]["taken"][name], strict=True)] for name in names}
+    taken = {name: [_both(*pair) for pair in zip(first[name], each[1]["taken"][name], strict=True)] for name in first}
     return [row("publish, 2 FSDP2 ranks", place.name, name, lacks[name], gb, own, taken[OURS])
             for name, own in taken.items()]  # fmt: skip
 

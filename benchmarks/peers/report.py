@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.peers.ways import OURS
+from benchmarks.peers.clock import OURS
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
 DOCS = os.path.join(ROOT, "docs")
@@ -114,12 +114,17 @@ def joined(paths: Iterable[str]) -> dict[str, Any]:
     parts = [_part(path) for path in paths]
     if len({(part["size"], part["rounds"]) for part in parts}) > 1:
         raise ValueError("these are parts of different tables: their sizes or rounds differ")
-    rows = [{"made": runs(part), **row} for part in parts for row in part["rows"]]
+    rows = [row for part in parts for row in (_made(part) if len(parts) > 1 else part["rows"])]
     return parts[0] | {
         "runs": [run for part in parts for run in part["runs"]],
         "absent": {name: why for part in parts for name, why in part["absent"].items()},
         "rows": sorted(rows, key=_order),
     }
+
+
+def _made(part: dict[str, Any]) -> Rows:
+    """Its rows, each with the command that it is of."""
+    return [{"made": runs(part), **row} for row in part["rows"]]
 
 
 def _part(path: str) -> dict[str, Any]:
@@ -150,7 +155,7 @@ def with_gpu(found: dict[str, Any]) -> dict[str, Any]:
     return found | {
         "runs": found["runs"] + gpu["runs"],
         "absent": found["absent"] | gpu["absent"],
-        "rows": found["rows"] + gpu["rows"],
+        "rows": found["rows"] + _made(gpu),
     }
 
 

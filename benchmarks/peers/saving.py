@@ -15,8 +15,8 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from transformers import PreTrainedModel
 
-from benchmarks.peers.clock import Row
-from benchmarks.peers.ways import OURS, Place, Way, compare, sync
+from benchmarks.peers.clock import OURS, Row
+from benchmarks.peers.ways import Place, Way, compare, sync
 from benchmarks.peers.weights import nbytes, step
 from ckptsync.publish import Publisher
 from ckptsync.store import direct

@@ -16,8 +16,6 @@ import s3fs
 from benchmarks.peers.clock import Row, Taken, row, take, turns
 from tests.servers import seaweed
 
-OURS = "ckptsync"
-
 
 @dataclass(frozen=True, slots=True)
 class Way:

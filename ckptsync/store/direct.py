@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import mmap
 import os
 import sys
@@ -74,7 +75,12 @@ def in_memory(fd: int) -> bool:
     if sys.platform != "linux":
         return False
     found = (ctypes.c_long * 64)()  # struct statfs is 15 longs, and begins with f_type
-    return ctypes.CDLL(None).fstatfs(fd, found) == 0 and found[0] == TMPFS
+    return bool(_libc().fstatfs(fd, found) == 0 and found[0] == TMPFS)
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 def write_all(fd: int, data: memoryview, offset: int) -> None:

@@ -128,7 +128,8 @@ def test_what_ran_on_a_gpu_is_beside_the_others_and_not_absent(monkeypatch: pyte
     gpu.write_text(json.dumps({"runs": [{"command": "gpu_peers"}], "absent": {"runai": "no boto3"}, "rows": rows}))
     monkeypatch.setattr(report, "GPU", str(gpu))
     found = report.with_gpu({"runs": [], "absent": {"DCP": "left out"}, "rows": []})
-    assert (found["rows"], found["absent"]) == (rows, {"DCP": "left out", "runai": "no boto3"})
+    assert found["rows"] == [{"made": "`gpu_peers`", **rows[0]}]
+    assert found["absent"] == {"DCP": "left out", "runai": "no boto3"}
     assert report._without_gpu({"checkpoint-engine": "no device", "DCP": "left out"}) == {"DCP": "left out"}
 
 
